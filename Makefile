@@ -1,0 +1,38 @@
+# The two commands: `make train ARGS="attention=flash_v1 seq_len=8192"` and `make test`.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: train test lint format lock clean
+
+train: $(READY)
+	@$(BIN)/python train.py $(ARGS)
+
+test: lint
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(READY)
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: $(READY)
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+# The stamp is written last, so an interrupted install is done again.
+$(READY): requirements.lock
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=/path/to/python3")'
+	@echo "Setting up .venv (once, a few minutes) ..."
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@touch $(READY)
+
+# Pins for every supported Python. torch pins its own nvidia-* packages exactly, so the lock need
+# not, and a CPU build of the same torch installs from the same file.
+lock:
+	uv pip compile pyproject.toml --extra test --universal --python-version 3.10 \
+	    --no-header --no-annotate -o requirements.lock
+	sed -i '/^nvidia-/d;/^cuda-/d' requirements.lock
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache
