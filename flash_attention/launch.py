@@ -1,0 +1,69 @@
+"""Where a call runs, and what every kernel launch needs to know about its device."""
+
+import os
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language
+except ImportError:  # no wheel on macOS and Windows: the PyTorch tiles run there
+    triton = None
+
+
+def use_triton(q: Tensor) -> bool:
+    """CUDA tensors take the Triton kernels; CPU tensors do under TRITON_INTERPRET=1."""
+    if triton is None:
+        return False
+    if q.is_cuda:
+        return q.dtype != torch.float64  # no float64 matrix product in Triton on a GPU
+    return q.device.type == "cpu" and interpreting()
+
+
+def on_device(t: Tensor) -> AbstractContextManager:
+    """Triton launches on the current device: make it the tensor's."""
+    return torch.cuda.device(t.device) if t.is_cuda else nullcontext()
+
+
+def or_dummy(t: Tensor | None, like: Tensor) -> Tensor:
+    """A pointer for an argument that the kernel, by a constexpr, does not read."""
+    return like if t is None else t
+
+
+def triton_dtype(dtype: torch.dtype):
+    """The Triton name of an accumulation dtype."""
+    return {torch.float32: triton.language.float32, torch.float64: triton.language.float64}[dtype]
+
+
+def interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Streaming multiprocessors of a GPU; 1 for the interpreter."""
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """How tl.dot treats float32: exactly, unless the user's torch setting allows TF32."""
+    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return "tf32"
+    return "ieee"
+
+
+def seq_major(like: Tensor, dtype: torch.dtype, fill: float | None = None) -> Tensor:
+    """A new ``[B, H, N, D]`` tensor laid out as [B, N, H, D], so that a transformer's
+    ``o.transpose(1, 2).reshape(B, N, H * D)`` is a view. Uninitialised unless ``fill`` is given."""
+    batch, heads, n, head_dim = like.shape
+    shape = (batch, n, heads, head_dim)
+    if fill is None:
+        t = torch.empty(shape, dtype=dtype, device=like.device)
+    else:
+        t = torch.full(shape, fill, dtype=dtype, device=like.device)
+    return t.transpose(1, 2)

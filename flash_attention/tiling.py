@@ -1,0 +1,79 @@
+"""Block sizes: the paper's formula, the sizes the kernels use, and how rows are split.
+
+Br (block_q) rows of Q and Bc (block_kv) rows of K and V are on the chip at one time.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """One launch configuration: rows of Q, rows of K/V, warps per program, pipeline stages."""
+
+    block_q: int
+    block_kv: int
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def override(self, block_q: int | None, block_kv: int | None) -> "Blocks":
+        """These blocks with the sizes the user set."""
+        return replace(self, block_q=block_q or self.block_q, block_kv=block_kv or self.block_kv)
+
+
+def paper_blocks(on_chip_elements: int, head_dim: int) -> tuple[int, int]:
+    """Br and Bc of the paper, section 3.1: Bc = ceil(M / 4d), Br = min(Bc, d), M in elements."""
+    block_kv = math.ceil(on_chip_elements / (4 * head_dim))
+    return min(block_kv, head_dim), block_kv
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Tile widths are powers of two, and a matrix product needs at least 16."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+# For the PyTorch tiles: large, since each tile costs several library calls.
+PYTORCH_TILE = Blocks(block_q=256, block_kv=256)
+
+
+def forward_blocks(head_dim: int, element_size: int) -> Blocks:
+    """Sizes for the forward kernel: S, O and P of a tile live in registers, K and V in shared
+    memory, so blocks shrink as the head dim or the element grows."""
+    width = padded_head_dim(head_dim)
+    if element_size > 2:
+        return Blocks(32, 32, 4, 1) if width > 64 else Blocks(64, 32, 4, 1)
+    if width <= 64:
+        return Blocks(128, 128, 8, 2)
+    if width <= 128:
+        return Blocks(64, 128, 8, 2)
+    return Blocks(64, 64, 8, 1)
+
+
+def backward_blocks(head_dim: int, element_size: int) -> Blocks:
+    """Sizes for the backward kernel: it also holds dO, dK and dV."""
+    width = padded_head_dim(head_dim)
+    if element_size > 2:
+        return Blocks(16, 32, 4, 1) if width > 64 else Blocks(32, 32, 4, 1)
+    if width <= 64:
+        return Blocks(64, 128, 8, 2)
+    if width <= 128:
+        return Blocks(64, 64, 8, 1)
+    return Blocks(32, 64, 8, 1)
+
+
+def num_splits(programs: int, blocks: int, processors: int) -> int:
+    """How many programs share the inner loop of one (batch, head).
+
+    Of the split counts up to ``blocks``, the fewest whose last wave keeps the processors busy to
+    95% of the best efficiency found: the rule of the original CUDA V1 (num_splits_heuristic).
+
+    programs: batch x heads; blocks: row blocks there are to share; processors: of the device.
+    """
+    if programs == 0 or blocks == 0:
+        return 1
+    efficiency = []
+    for splits in range(1, blocks + 1):
+        waves = programs * splits / processors
+        efficiency.append(waves / math.ceil(waves))
+    best = max(efficiency)
+    return 1 + next(i for i, e in enumerate(efficiency) if e >= 0.95 * best)

@@ -1,0 +1,125 @@
+"""FlashAttention V1 forward: Algorithm 2 of the paper (arXiv:2205.14135) as a Triton kernel.
+
+The loop order is V1's: K/V blocks outside, Q blocks inside; the running O, m and l of every row
+live in HBM and are read and written once per K/V block.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from flash_attention import dropout, launch, tiling
+from flash_attention.v1.tiles import keep, load_rows, scores, store_rows
+
+
+@triton.jit
+def _forward_kernel(
+    q_ptr, k_ptr, v_ptr, o_ptr, m_ptr, l_ptr, segment_ptr, seed_ptr,
+    stride_qb, stride_qh, stride_qn, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_ob, stride_oh, stride_on, stride_od,
+    heads, group, nq, nk, splits, scale, keep_scale, threshold,
+    CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program (batch * H + head, split): every K/V block; Q blocks split, split + splits, ..."""
+    head = tl.program_id(0).to(tl.int64)  # batch * H + head
+    split = tl.program_id(1)
+    b, h = head // heads, head % heads
+    q_ptr += b * stride_qb + h * stride_qh
+    k_ptr += b * stride_kb + (h // group) * stride_kh
+    v_ptr += b * stride_vb + (h // group) * stride_vh
+    o_ptr += b * stride_ob + h * stride_oh
+    m_ptr += head * nq
+    l_ptr += head * nq
+    segment_ptr += b * nq
+    seed = tl.load(seed_ptr) if DROPOUT else 0
+
+    dims = tl.arange(0, BLOCK_D)
+    for c0 in range(0, nk, BLOCK_KV):  # line 5
+        cols = c0 + tl.arange(0, BLOCK_KV)
+        kj = load_rows(k_ptr, stride_kn, stride_kd, cols, dims, nk, HEAD_DIM)  # line 6
+        vj = load_rows(v_ptr, stride_vn, stride_vd, cols, dims, nk, HEAD_DIM)
+
+        # Causal: rows above the first that sees key c0 have no work; own blocks from there on.
+        first = tl.maximum(0, c0 - (nk - nq)) // BLOCK_Q if CAUSAL else 0
+        first += (split + splits - first % splits) % splits
+        for i in range(first, tl.cdiv(nq, BLOCK_Q), splits):  # line 7
+            rows = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
+            inside = rows < nq
+            qi = load_rows(q_ptr, stride_qn, stride_qd, rows, dims, nq, HEAD_DIM)  # line 8
+            oi = load_rows(o_ptr, stride_on, stride_od, rows, dims, nq, HEAD_DIM)
+            m_old = tl.load(m_ptr + rows, mask=inside, other=float("-inf"))
+            l_old = tl.load(l_ptr + rows, mask=inside, other=0.0)
+
+            s = scores(
+                qi, kj, rows, cols, nq, nk, segment_ptr, scale, CAUSAL, SEGMENTS, ACC, PRECISION
+            )  # lines 9 to 11
+            m_new = tl.maximum(m_old, tl.max(s, axis=1))
+            # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            p = tl.exp(s - shift[:, None])  # line 12
+            carried = tl.exp(m_old - shift) * l_old  # what the old sum is worth now
+            l_new = carried + tl.sum(p, axis=1)  # line 13
+            if DROPOUT:  # line 14
+                p = tl.where(keep(seed, threshold, head, rows, cols), p * keep_scale, 0.0)
+            inv = tl.where(l_new > 0.0, 1.0 / l_new, 0.0)
+            pv = tl.dot(p.to(vj.dtype), vj, input_precision=PRECISION, out_dtype=ACC)
+            oi = oi * (carried * inv)[:, None] + pv * inv[:, None]  # line 15
+            store_rows(o_ptr, stride_on, stride_od, rows, dims, nq, oi, HEAD_DIM)
+            tl.store(m_ptr + rows, m_new, mask=inside)  # line 16
+            tl.store(l_ptr + rows, l_new, mask=inside)
+        # The next K/V block reads the O, m, l just written, perhaps by other threads of this
+        # program: Triton orders a store before a later load only across a barrier.
+        tl.debug_barrier()
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    seed: Tensor | None,
+    segment_ids: Tensor | None,
+    q_splits: int | None,
+    blocks: tiling.Blocks,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the kernel on the device of q.
+
+    q ``[B, H, Nq, D]``; k, v ``[B, Hkv, Nk, D]``; any strides. q_splits: programs that share the
+    Q blocks of one head (1 is the paper's grid; None: the wave-efficiency heuristic).
+
+    Returns o float32 (float64 for float64 inputs) ``[B, H, Nq, D]`` and m, l ``[B, H, Nq]``.
+    """
+    batch, heads, nq, head_dim = q.shape
+    acc = torch.promote_types(q.dtype, torch.float32)
+    # Line 2: O = 0, l = 0, m = -inf. O is kept in float32 however q is stored: it is rounded once
+    # per K/V block, and half precision would lose what the online softmax gains.
+    o = launch.seq_major(q, acc, fill=0.0)
+    l = q.new_zeros((batch, heads, nq), dtype=acc)
+    m = q.new_full((batch, heads, nq), float("-inf"), dtype=acc)
+
+    row_blocks = triton.cdiv(nq, blocks.block_q)
+    if q_splits is None:
+        q_splits = tiling.num_splits(batch * heads, row_blocks, launch.num_processors(q.device))
+    q_splits = min(q_splits, row_blocks)
+    with launch.on_device(q):
+        _forward_kernel[(batch * heads, q_splits)](
+            q, k, v, o, m, l, launch.or_dummy(segment_ids, q), launch.or_dummy(seed, q),
+            *q.stride(), *k.stride(), *v.stride(), *o.stride(),
+            heads, heads // k.shape[1], nq, k.shape[2], q_splits,
+            scale, 1.0 / (1.0 - dropout_p), dropout.threshold(dropout_p),
+            CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
+            HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim),
+            BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
+            ACC=launch.triton_dtype(acc), PRECISION=launch.dot_precision(q.dtype),
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+        )  # fmt: skip
+    return o, m, l

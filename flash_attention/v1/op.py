@@ -1,0 +1,261 @@
+"""FlashAttention V1 as a PyTorch operator: custom op, fake implementation, autograd.
+
+What autograd keeps is q, k, v, o and the statistics m and l: O(N). S and P are computed again.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from flash_attention import checks, dropout, launch, tiling
+from flash_attention.base import Attention
+from flash_attention.v1 import tiled
+
+if launch.triton is not None:
+    from flash_attention.v1 import backward as triton_backward
+    from flash_attention.v1 import forward as triton_forward
+
+
+def flash_attention_v1(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    segment_ids: Tensor | None = None,
+    deterministic: bool = False,
+    return_stats: bool = False,
+    q_splits: int | Literal["auto"] = "auto",
+    block_q: int | None = None,
+    block_kv: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Exact attention with O(N) memory (arXiv:2205.14135, Algorithms 2 and 4).
+
+    CUDA tensors take the Triton kernels; others take the same schedule in PyTorch tiles
+    (CPU tensors take the kernels through Triton's interpreter under TRITON_INTERPRET=1).
+
+    Args:
+        q: ``[B, H, Nq, D]``, float16, bfloat16, float32 or float64, any strides, D up to 256.
+        k, v: ``[B, Hkv, Nk, D]``, H a multiple of Hkv (grouped-query attention).
+        causal: mask aligned bottom-right: the last query sees the last key.
+        scale: factor on QK^T as given, 0.0 included; None means 1/sqrt(D).
+        dropout_p: probability of dropping an entry of P, in [0, 1). The mask is a function of a
+            seed drawn from PyTorch's generator and is replayed in backward, never stored.
+        segment_ids: ``[B, N]`` integers; a token attends within its own segment only.
+        deterministic: gradients repeat bit for bit (dQ is not summed with atomics).
+        return_stats: also return m and l.
+        q_splits: programs that share the blocks of one head: 1 is the paper's grid (batch, head);
+            "auto" fills the device.
+        block_q, block_kv: rows of Q and of K/V in a tile, powers of two from 16 to 256; None
+            takes the table in ``tiling.py``.
+
+    Returns:
+        o ``[B, H, Nq, D]`` in q's dtype (the autocast dtype under autocast), laid out as
+        ``[B, Nq, H, D]``; with return_stats also m, l ``[B, H, Nq]`` float32: the row maximum of
+        the scaled scores and the row sum of exp(s - m). A row that may see no key has o = 0,
+        m = -inf, l = 0 and gradients 0.
+
+    Memory: q, k, v, o, m, l are kept for backward. Scratch: o in float32 in forward (for half
+    inputs); dq in float32 and one float32 per row in backward.
+
+    Raises:
+        TypeError, ValueError: see ``checks.prepare``; also for the knobs above.
+        RuntimeError: on double backward, or on a gradient into m or l.
+    """
+    q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
+    _check_knobs(q_splits, block_q, block_kv)
+    if segment_ids is not None:
+        segment_ids = segment_ids.contiguous()  # the kernels index it as [B, N]
+    splits = None if q_splits == "auto" else q_splits
+    seed = dropout.draw_seed(q.device) if dropout_p > 0.0 else None
+    o, m, l = _forward(
+        q,
+        k,
+        v,
+        segment_ids,
+        seed,
+        causal,
+        scale,
+        dropout_p,
+        deterministic,
+        splits,
+        block_q,
+        block_kv,
+    )
+    if not return_stats:
+        return o
+    if torch.compiler.is_compiling():
+        # A compiled graph hands back zero gradients for every output, which could not be told
+        # from real ones: there the statistics leave the graph.
+        m, l = m.detach(), l.detach()
+    return o, m, l
+
+
+class FlashAttentionV1(Attention):
+    """FlashAttention V1 as a module. Memory grows with N."""
+
+    name = "flash_v1"
+
+    def __init__(
+        self,
+        deterministic: bool = False,
+        q_splits: int | Literal["auto"] = "auto",
+        block_q: int | None = None,
+        block_kv: int | None = None,
+    ):
+        super().__init__()
+        _check_knobs(q_splits, block_q, block_kv)
+        self.knobs = dict(
+            deterministic=deterministic, q_splits=q_splits, block_q=block_q, block_kv=block_kv
+        )
+
+    def forward(self, q, k, v, *, causal=True, dropout_p=0.0, segment_ids=None):
+        return flash_attention_v1(
+            q, k, v, causal=causal, dropout_p=dropout_p, segment_ids=segment_ids, **self.knobs
+        )
+
+
+def _check_knobs(q_splits: int | str, block_q: int | None, block_kv: int | None) -> None:
+    if q_splits != "auto" and not (isinstance(q_splits, int) and q_splits >= 1):
+        raise ValueError(f"q_splits must be 'auto' or an integer of at least 1; got {q_splits!r}")
+    for name, block in (("block_q", block_q), ("block_kv", block_kv)):
+        if block is not None and block not in (16, 32, 64, 128, 256):
+            raise ValueError(f"{name} must be 16, 32, 64, 128 or 256; got {block!r}")
+
+
+@torch.library.custom_op("flash_attention::v1_forward", mutates_args=())
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segment_ids: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    deterministic: bool,
+    splits: int | None,
+    block_q: int | None,
+    block_kv: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or k.numel() == 0:  # nothing to launch: every row sees no key
+        o = launch.seq_major(q, q.dtype, fill=0.0)
+        return o, _statistics(q).fill_(float("-inf")), _statistics(q).zero_()
+    options = dict(
+        causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
+    )
+    if launch.use_triton(q):
+        blocks = tiling.forward_blocks(q.shape[3], q.element_size()).override(block_q, block_kv)
+        o, m, l = triton_forward.forward(
+            *_interpretable(q, k, v), q_splits=splits, blocks=blocks, **options
+        )
+    else:
+        blocks = tiling.PYTORCH_TILE.override(block_q, block_kv)
+        o, m, l = tiled.forward(
+            q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
+        )
+    return _rounded(o, q), m, l
+
+
+@torch.library.custom_op("flash_attention::v1_backward", mutates_args=())
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    m: Tensor,
+    l: Tensor,
+    segment_ids: Tensor | None,
+    seed: Tensor | None,
+    causal: bool,
+    scale: float,
+    dropout_p: float,
+    deterministic: bool,
+    splits: int | None,
+    block_q: int | None,
+    block_kv: int | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(launch.seq_major(t, t.dtype, fill=0.0) for t in (q, k, v))
+    options = dict(
+        causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
+    )
+    if launch.use_triton(q):
+        blocks = tiling.backward_blocks(q.shape[3], q.element_size()).override(block_q, block_kv)
+        grads = triton_backward.backward(
+            *_interpretable(do, q, k, v, o),
+            m,
+            l,
+            kv_splits=1 if deterministic else splits,
+            blocks=blocks,
+            **options,
+        )
+    else:
+        blocks = tiling.PYTORCH_TILE.override(block_q, block_kv)
+        grads = tiled.backward(
+            do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
+        )
+    return tuple(_rounded(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
+
+
+@_forward.register_fake
+def _(q, k, v, *args):
+    return launch.seq_major(q, q.dtype), _statistics(q), _statistics(q)
+
+
+@_backward.register_fake
+def _(do, q, k, v, *args):
+    return tuple(launch.seq_major(t, t.dtype) for t in (q, k, v))
+
+
+def _save(ctx, inputs, output):
+    q, k, v, segment_ids, seed, *ctx.options = inputs
+    o, m, l = output
+    ctx.save_for_backward(q, k, v, o, m, l, segment_ids, seed)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, do, dm, dl):
+    if dm is not None or dl is not None:
+        raise RuntimeError(
+            "flash_attention_v1 has no gradient for the statistics m and l: detach them"
+        )
+    nothing = (None,) * (2 + len(ctx.options))
+    if do is None:
+        return None, None, None, *nothing
+    q, k, v, o, m, l, segment_ids, seed = ctx.saved_tensors
+    grads = _backward(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
+    return *grads, *nothing
+
+
+def _refuse_double_backward(ctx, *grads):
+    raise RuntimeError(
+        "flash_attention_v1 has no double backward; use naive_attention for second derivatives"
+    )
+
+
+_forward.register_autograd(_differentiate, setup_context=_save)
+_backward.register_autograd(_refuse_double_backward)
+
+
+def _statistics(q: Tensor) -> Tensor:
+    """An uninitialised m or l, ``[B, H, Nq]``."""
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _rounded(result: Tensor, like: Tensor) -> Tensor:
+    """The result in the dtype of its input and in the layout that the fake promises."""
+    if result.dtype == like.dtype:
+        return result
+    return launch.seq_major(like, like.dtype).copy_(result)
+
+
+def _interpretable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Triton's interpreter gets bfloat16 products wrong (Triton 3.6, 3.7): it is given float32."""
+    if launch.interpreting() and not tensors[0].is_cuda:
+        return tuple(t.float() if t.dtype == torch.bfloat16 else t for t in tensors)
+    return tensors
