@@ -96,7 +96,7 @@ def _backward_kernel(
                     CAUSAL, SEGMENTS, ACC, PRECISION,
                 )  # fmt: skip  # line 11
                 shift = tl.where(m == float("-inf"), 0.0, m)
-                inv = tl.where(l > 0.0, 1.0 / l, 0.0)
+                inv = 1.0 / tl.where(l > 0.0, l, float("inf"))  # 0 for a row without keys
                 p = tl.exp(s - shift[:, None]) * inv[:, None]  # line 13
                 dp = tl.dot(doi, tl.trans(vj), input_precision=PRECISION, out_dtype=ACC)  # line 17
                 p_dropped = p

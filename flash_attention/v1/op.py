@@ -87,10 +87,10 @@ def flash_attention_v1(
     )
     if not return_stats:
         return o
-    if torch.compiler.is_compiling():
-        # A compiled graph hands back zero gradients for every output, which could not be told
-        # from real ones: there the statistics leave the graph.
-        m, l = m.detach(), l.detach()
+    # A compiled graph hands back zero gradients for every output, which could not be told from
+    # real ones: there the statistics just leave the graph.
+    if q.requires_grad and not torch.compiler.is_compiling():
+        m, l = _NoGradient.apply(m, q), _NoGradient.apply(l, q)
     return o, m, l
 
 
@@ -216,20 +216,27 @@ def _save(ctx, inputs, output):
     q, k, v, segment_ids, seed, *ctx.options = inputs
     o, m, l = output
     ctx.save_for_backward(q, k, v, o, m, l, segment_ids, seed)
-    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(m, l)
 
 
 def _differentiate(ctx, do, dm, dl):
-    if dm is not None or dl is not None:
+    q, k, v, o, m, l, segment_ids, seed = ctx.saved_tensors
+    grads = _backward(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
+    return *grads, *(None,) * (2 + len(ctx.options))
+
+
+class _NoGradient(torch.autograd.Function):
+    """A statistic tied to q, so that a gradient into it is an error and not a silent zero."""
+
+    @staticmethod
+    def forward(ctx, statistic, q):
+        return statistic.view_as(statistic)
+
+    @staticmethod
+    def backward(ctx, grad):
         raise RuntimeError(
             "flash_attention_v1 has no gradient for the statistics m and l: detach them"
         )
-    nothing = (None,) * (2 + len(ctx.options))
-    if do is None:
-        return None, None, None, *nothing
-    q, k, v, o, m, l, segment_ids, seed = ctx.saved_tensors
-    grads = _backward(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
-    return *grads, *nothing
 
 
 def _refuse_double_backward(ctx, *grads):

@@ -179,4 +179,4 @@ def _finite(m: Tensor) -> Tensor:
 
 def _inverse(l: Tensor) -> Tensor:
     """1/l, and 0 for rows that have seen no key."""
-    return torch.where(l > 0.0, 1.0 / l, 0.0)
+    return 1.0 / torch.where(l > 0.0, l, float("inf"))

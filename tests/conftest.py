@@ -1,0 +1,19 @@
+"""The Triton kernels run through Triton's interpreter where there is no GPU.
+
+Triton decides at import whether it interprets. The variable is set for the imports only: a test
+that wants the interpreter asks for it (tests/flash_attention/conftest.py), and every other test
+runs the PyTorch tiles, as a user's CPU run does.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+    import flash_attention  # noqa: F401
+
+    del os.environ["TRITON_INTERPRET"]
+
+# Two threads are what the suite is timed for; more only make small tensors slower.
+torch.set_num_threads(min(2, os.cpu_count() or 1))

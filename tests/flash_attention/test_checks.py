@@ -1,0 +1,76 @@
+"""Every bad argument is refused with a message that names it, by every backend."""
+
+import pytest
+import torch
+
+from flash_attention import (
+    FlashAttentionV1,
+    flash_attention_v1,
+    naive_attention,
+    sdpa_attention,
+)
+
+BACKENDS = [naive_attention, sdpa_attention, flash_attention_v1]
+
+
+def tensors(**changes):
+    shapes = {"q": (2, 4, 8, 16), "k": (2, 2, 8, 16), "v": (2, 2, 8, 16), **changes}
+    return {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (tensors(q=(4, 8, 16)), "q must be .batch, heads, N, D"),
+        (tensors(k=(2, 2, 9, 16)), "k and v must have the same shape"),
+        (tensors(k=(1, 2, 8, 16), v=(1, 2, 8, 16)), "same batch size"),
+        (tensors(k=(2, 2, 8, 32), v=(2, 2, 8, 32)), "same head dim"),
+        (tensors(k=(2, 3, 8, 16), v=(2, 3, 8, 16)), "must divide that of q; got 3 and 4"),
+        (
+            tensors(q=(1, 1, 8, 257), k=(1, 1, 8, 257), v=(1, 1, 8, 257)),
+            "head dim must be 1 to 256; got 257",
+        ),
+        ({**tensors(), "k": torch.zeros(2, 2, 8, 16).half()}, "same dtype"),
+        ({**tensors(), "dropout_p": 1.0}, "dropout_p must be in .0, 1.; got 1.0"),
+        ({**tensors(), "dropout_p": -0.1}, "dropout_p must be"),
+        ({**tensors(), "segment_ids": torch.zeros(2, 7, dtype=torch.int64)}, r"\(2, 8\)"),
+        (
+            {**tensors(q=(2, 4, 9, 16)), "segment_ids": torch.zeros(2, 8, dtype=torch.int64)},
+            "as many queries as keys; got 9 and 8",
+        ),
+    ],
+)
+def test_a_bad_value_is_named(attention, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments)
+
+
+@pytest.mark.parametrize("attention", BACKENDS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({**tensors(), "q": [1.0]}, "q must be a tensor; got list"),
+        ({name: t.long() for name, t in tensors().items()}, "float16, bfloat16"),
+        ({**tensors(), "segment_ids": torch.zeros(2, 8)}, "segment_ids must be a tensor of int"),
+    ],
+)
+def test_a_wrong_type_is_named(attention, arguments, message):
+    with pytest.raises(TypeError, match=message):
+        attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"q_splits": 0}, "q_splits must be"),
+        ({"q_splits": "many"}, "q_splits must be"),
+        ({"block_q": 100}, "block_q must be 16, 32, 64, 128 or 256; got 100"),
+        ({"block_kv": 512}, "block_kv must be"),
+    ],
+)
+def test_a_bad_knob_is_named(knobs, message):
+    with pytest.raises(ValueError, match=message):
+        flash_attention_v1(**tensors(), **knobs)
+    with pytest.raises(ValueError, match=message):
+        FlashAttentionV1(**knobs)

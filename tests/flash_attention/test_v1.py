@@ -1,0 +1,378 @@
+"""FlashAttention V1 in its three executions: PyTorch tiles, interpreted kernel, CUDA kernel."""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from flash_attention import dropout, flash_attention_v1, naive_attention
+from tests.flash_attention.parity import (
+    assert_as_exact_as_naive,
+    assert_within_bound,
+    make_inputs,
+    results,
+    upcast,
+)
+
+HALF = [torch.float16, torch.bfloat16]
+DTYPES = [*HALF, torch.float32]
+SMALL_BLOCKS = dict(block_q=32, block_kv=32)  # several blocks each way at the interpreter's sizes
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "head_dim", [1, 16, 32, 40, 48, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
+)
+def test_every_head_dim_matches_naive(device, head_dim, causal, dtype, interpreted):
+    if interpreted and (head_dim not in (1, 40, 64, 111, 256) or dtype == torch.bfloat16):
+        pytest.skip("covered by the tiles and the GPU; slow through the interpreter")
+    n = 70 if interpreted else 203
+    heads = 1 if interpreted else 2
+    inputs = make_inputs(1, heads, heads, n, n, head_dim, dtype, device)
+    assert_as_exact_as_naive(flash_attention_v1, *inputs, causal=causal)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("nq", "nk"),
+    [
+        (1, 239),
+        (3, 799),
+        (127, 513),
+        (113, 203),
+        (128, 217),
+        (108, 256),
+        (256, 512),
+        (512, 256),
+        (203, 113),
+        pytest.param(1023, 1024, marks=pytest.mark.gpu),
+        pytest.param(1024, 1023, marks=pytest.mark.gpu),
+        pytest.param(2048, 2048, marks=pytest.mark.gpu),
+    ],
+)
+def test_every_length_matches_naive(device, nq, nk, causal, interpreted):
+    dtype = torch.float16
+    if interpreted and nq * nk > 30_000:
+        pytest.skip("slow through the interpreter")
+    heads = 1 if interpreted else 2
+    inputs = make_inputs(1, heads, heads, nq, nk, 32, dtype, device)
+    assert_as_exact_as_naive(flash_attention_v1, *inputs, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
+def test_grouped_query_heads_match_naive(device, heads, kv_heads, dtype, interpreted):
+    n, batch = (40, 1) if interpreted else (150, 2)
+    inputs = make_inputs(batch, heads, kv_heads, n, n + 9, 16, dtype, device)
+    assert_as_exact_as_naive(flash_attention_v1, *inputs, causal=True)
+
+
+def _fused_qkv(t: Tensor) -> Tensor:
+    """As a slice of a fused [B, N, 3, H, D] projection."""
+    b, h, n, d = t.shape
+    fused = torch.full((b, n, 3, h, d), float("nan"), dtype=t.dtype, device=t.device)
+    view = fused[:, :, 1].transpose(1, 2)
+    return view.copy_(t)
+
+
+def _strided_last(t: Tensor) -> Tensor:
+    wide = torch.full(
+        (*t.shape[:-1], 2 * t.shape[-1]), float("nan"), dtype=t.dtype, device=t.device
+    )
+    return wide[..., ::2].copy_(t)
+
+
+def _transposed(t: Tensor) -> Tensor:
+    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+
+@pytest.mark.parametrize("layout", [_fused_qkv, _strided_last, _transposed])
+def test_any_strides_of_inputs_and_of_do(device, layout):
+    q, k, v, do = make_inputs(2, 2, 1, 35, 41, 24, torch.float32, device)
+    want = results(flash_attention_v1, q, k, v, do, causal=True, **SMALL_BLOCKS)
+    strided = [layout(t.detach()).requires_grad_(t.requires_grad) for t in (q, k, v, do)]
+    got = results(flash_attention_v1, *strided, causal=True, **SMALL_BLOCKS)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
+
+
+def test_expanded_do(device):
+    q, k, v, _ = make_inputs(2, 2, 2, 40, 40, 16, torch.float32, device)
+    for do in (
+        torch.ones((), device=device).expand(2, 2, 40, 16),
+        torch.randn(1, 1, 40, 16, device=device).expand(2, 2, 40, 16),
+    ):
+        assert_as_exact_as_naive(flash_attention_v1, q, k, v, do, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2)])
+def test_gradcheck_in_float64(device, causal, heads, kv_heads):
+    if device.type == "cuda":
+        pytest.skip("float64 runs the tiles on CUDA; covered on the CPU")
+    q, k, v, _ = make_inputs(1, heads, kv_heads, 7, 9, 4, torch.float64, device)
+
+    def attention(q, k, v):
+        return flash_attention_v1(q, k, v, causal=causal, scale=0.5, block_q=16, block_kv=16)
+
+    assert torch.autograd.gradcheck(attention, (q, k, v), fast_mode=device.type == "cpu")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_float64_equals_naive_over_many_blocks(device, causal):
+    q, k, v, do = make_inputs(1, 2, 1, 75, 70, 16, torch.float64, device)
+    got = results(flash_attention_v1, q, k, v, do, causal=causal, **SMALL_BLOCKS)
+    want = results(naive_attention, q, k, v, do, causal=causal)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-11, atol=1e-12)
+
+
+def test_rows_that_see_no_key_give_zero_output_zero_gradient_and_empty_statistics(device):
+    q, k, v, do = make_inputs(1, 2, 2, 50, 20, 16, torch.float32, device)  # rows 0 to 29 are blind
+    o, m, l = flash_attention_v1(q, k, v, causal=True, return_stats=True, **SMALL_BLOCKS)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), do)
+    assert torch.equal(o[:, :, :30], torch.zeros_like(o[:, :, :30]))
+    assert torch.equal(dq[:, :, :30], torch.zeros_like(dq[:, :, :30]))
+    assert (m[:, :, :30] == float("-inf")).all()
+    assert (l[:, :, :30] == 0).all()
+    assert all(t.isfinite().all() for t in (o, dq, dk, dv))
+    # What the blind rows' dO holds must not reach dk or dv.
+    loud = do.clone()
+    loud[:, :, :30] = 1e6
+    again = torch.autograd.grad(
+        flash_attention_v1(q, k, v, causal=True, **SMALL_BLOCKS), (q, k, v), loud
+    )
+    for before, after in zip((dq, dk, dv), again, strict=True):
+        torch.testing.assert_close(after, before)
+
+
+def test_statistics_are_the_row_maximum_and_the_row_sum(device):
+    q, k, v, _ = make_inputs(2, 4, 2, 40, 55, 16, torch.float32, device)
+    _, m, l = flash_attention_v1(q, k, v, causal=True, return_stats=True, **SMALL_BLOCKS)
+    qd, kd = upcast(q, k)
+    s = qd @ kd.repeat_interleave(2, dim=1).transpose(-1, -2) / 4.0
+    s = s.masked_fill(~torch.ones(40, 55, dtype=torch.bool, device=device).tril(15), float("-inf"))
+    want_m = s.amax(-1)
+    torch.testing.assert_close(m.double(), want_m, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        l.double(), (s - want_m[..., None]).exp().sum(-1), rtol=1e-5, atol=1e-5
+    )
+    assert m.dtype == l.dtype == torch.float32
+
+
+def test_scale_zero_is_taken_as_given(device):
+    q, k, v, _ = make_inputs(1, 1, 1, 20, 30, 16, torch.float32, device)
+    o = flash_attention_v1(q, k, v, scale=0.0)
+    torch.testing.assert_close(o, v.mean(dim=2, keepdim=True).expand_as(o))
+
+
+@pytest.mark.parametrize("scale", [-0.7, 0.5])
+def test_any_scale_matches_naive(device, scale):
+    inputs = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, device)
+    assert_as_exact_as_naive(flash_attention_v1, *inputs, scale=scale, causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_loud_key_takes_all_the_weight(device, dtype):
+    q, k, v, _ = make_inputs(1, 1, 1, 33, 50, 16, dtype, device)
+    with torch.no_grad():
+        q.fill_(8.0)
+        k.fill_(-8.0)
+        k[:, :, 37] = 8.0
+    o = flash_attention_v1(q, k, v, scale=1.0, **SMALL_BLOCKS)
+    torch.testing.assert_close(o, v[:, :, 37:38].expand_as(o))
+
+
+def test_padding_keys_do_not_win_against_very_negative_scores(device):
+    q, k, v, do = make_inputs(1, 1, 1, 35, 37, 16, torch.float32, device)
+    with torch.no_grad():
+        q.copy_(q.abs() + 3)
+        k.copy_(-(k.abs() + 3))  # every score is far below 0, the score of a padding key
+    assert_as_exact_as_naive(flash_attention_v1, q, k, v, do)
+
+
+def test_a_single_key_gives_its_value_and_no_gradient_to_q_and_k(device):
+    q, k, v, do = make_inputs(1, 2, 2, 1, 1, 32, torch.float32, device)
+    got = results(flash_attention_v1, q, k, v, do, causal=True)
+    torch.testing.assert_close(got["o"], v.detach())
+    torch.testing.assert_close(got["dv"], do)
+    for name in ("dq", "dk"):
+        torch.testing.assert_close(got[name], torch.zeros_like(do), rtol=0, atol=1e-5)
+
+
+def test_keys_all_equal_give_the_mean_of_v(device):
+    q, k, v, _ = make_inputs(1, 2, 2, 30, 70, 32, torch.float32, device)
+    o = flash_attention_v1(torch.ones_like(q), torch.ones_like(k), v, **SMALL_BLOCKS)
+    torch.testing.assert_close(o, v.mean(dim=2, keepdim=True).expand_as(o))
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 8, 8), (2, 2, 0, 8), (2, 2, 8, 0), (2, 2, 0, 0)], ids=str)
+def test_nothing_to_attend_gives_zeros(device, shape):
+    batch, heads, nq, nk = shape
+    q, k, v, do = make_inputs(batch, heads, heads, nq, nk, 16, torch.float32, device)
+    o, m, l = flash_attention_v1(q, k, v, return_stats=True)
+    grads = torch.autograd.grad(o, (q, k, v), do)
+    assert torch.equal(o, torch.zeros_like(q))
+    assert (m == float("-inf")).all()
+    assert (l == 0).all()
+    for grad, t in zip(grads, (q, k, v), strict=True):
+        assert torch.equal(grad, torch.zeros_like(t))
+
+
+@pytest.mark.parametrize("q_splits", [1, 2, 3, 100])
+def test_splitting_the_work_changes_nothing_but_rounding(device, q_splits):
+    q, k, v, do = make_inputs(1, 2, 1, 100, 90, 16, torch.float32, device)
+    want = results(naive_attention, *upcast(q, k, v, do), causal=True)
+    got = results(flash_attention_v1, q, k, v, do, causal=True, q_splits=q_splits, **SMALL_BLOCKS)
+    for name in want:
+        torch.testing.assert_close(got[name].double(), want[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("block_q", "block_kv"), [(16, 16), (16, 64), (64, 16), (64, 64)])
+def test_block_sizes_change_nothing_but_rounding(device, block_q, block_kv):
+    inputs = make_inputs(1, 1, 1, 70, 75, 16, torch.float32, device)
+    assert_as_exact_as_naive(
+        lambda q, k, v, causal: flash_attention_v1(
+            q, k, v, causal=causal, block_q=block_q, block_kv=block_kv
+        ),
+        *inputs,
+        causal=True,
+    )
+
+
+def test_segments_equal_separate_documents(device):
+    lengths = [13, 40, 1, 26]
+    segment_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
+    q, k, v, do = make_inputs(2, 1, 1, 80, 80, 16, torch.float32, device)
+    packed = segment_ids.to(device).expand(2, 80)  # stride 0 over the batch
+    got = results(flash_attention_v1, q, k, v, do, causal=True, segment_ids=packed, **SMALL_BLOCKS)
+    apart = [
+        results(naive_attention, *(t[:, :, a:b] for t in upcast(q, k, v, do)), causal=True)
+        for a, b in itertools.pairwise([0, *itertools.accumulate(lengths)])
+    ]
+    for name in got:
+        want = torch.cat([document[name] for document in apart], dim=2)
+        torch.testing.assert_close(got[name].double(), want, rtol=1e-4, atol=1e-5)
+
+
+def _naive_with_mask(q, k, v, *, keep: Tensor, dropout_p: float) -> Tensor:
+    s = q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5
+    n, m = s.shape[-2:]
+    s = s.masked_fill(~torch.ones(n, m, dtype=torch.bool, device=s.device).tril(), float("-inf"))
+    p = torch.softmax(s.float() if s.dtype != torch.float64 else s, dim=-1)
+    return (p * keep / (1 - dropout_p)).to(v.dtype) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_dropout_drops_the_same_entries_in_forward_and_backward(device, dtype):
+    q, k, v, do = make_inputs(1, 2, 2, 70, 70, 16, dtype, device)
+    torch.manual_seed(5)
+    seed = dropout.draw_seed(device)
+    keep = dropout.keep_mask(
+        seed,
+        0.3,
+        torch.arange(2, device=device).view(1, 2, 1, 1),
+        torch.arange(70, device=device)[:, None],
+        torch.arange(70, device=device),
+    )
+
+    def attention(q, k, v, **_):
+        torch.manual_seed(5)
+        return flash_attention_v1(q, k, v, causal=True, dropout_p=0.3, **SMALL_BLOCKS)
+
+    def reference(q, k, v, **_):
+        return _naive_with_mask(q, k, v, keep=keep, dropout_p=0.3)
+
+    assert_as_exact_as_naive(attention, q, k, v, do, reference=reference)
+
+
+def test_dropout_probability_zero_is_bitwise_no_dropout(device):
+    q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, device)
+    want = results(flash_attention_v1, q, k, v, do, q_splits=1)
+    got = results(flash_attention_v1, q, k, v, do, dropout_p=0.0, q_splits=1)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_a_new_call_drops_other_entries(device):
+    q, k, v, _ = make_inputs(1, 1, 1, 40, 40, 16, torch.float32, device)
+    first = flash_attention_v1(q, k, v, dropout_p=0.5)
+    assert not torch.equal(first, flash_attention_v1(q, k, v, dropout_p=0.5))
+
+
+def test_deterministic_gradients_repeat_bit_for_bit(device):
+    n = 1000 if device.type == "cuda" else 70
+    q, k, v, do = make_inputs(1, 4, 2, n, n, 16, torch.float32, device)
+    options = dict(causal=True, deterministic=True, **SMALL_BLOCKS)
+    want = results(flash_attention_v1, q, k, v, do, **options)
+    for _ in range(50 if device.type == "cuda" else 1):
+        got = results(flash_attention_v1, q, k, v, do, **options)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_backward_twice_with_retain_graph_gives_the_same(device):
+    q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, device)
+    o = flash_attention_v1(q, k, v, causal=True, deterministic=True)
+    first = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+    second = torch.autograd.grad(o, (q, k, v), do)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3))[1:], ids=str)
+def test_any_subset_of_inputs_may_require_gradients(device, wanted):
+    inputs = make_inputs(1, 2, 2, 20, 20, 16, torch.float32, device)
+    full = results(flash_attention_v1, *inputs, causal=True, deterministic=True)
+    *qkv, do = inputs
+    qkv = [t.detach().requires_grad_(w) for t, w in zip(qkv, wanted, strict=True)]
+    flash_attention_v1(*qkv, causal=True, deterministic=True).backward(do)
+    for t, w, name in zip(qkv, wanted, ("dq", "dk", "dv"), strict=True):
+        assert (t.grad is None) != w
+        if w:
+            assert torch.equal(t.grad, full[name])
+
+
+def test_double_backward_is_refused(device):
+    q, k, v, do = make_inputs(1, 1, 1, 8, 8, 16, torch.float32, device)
+    o = flash_attention_v1(q, k, v)
+    (dq,) = torch.autograd.grad(o, q, do, create_graph=True)
+    with pytest.raises(RuntimeError, match="no double backward"):
+        dq.sum().backward()
+
+
+def test_a_gradient_into_the_statistics_is_refused(device):
+    q, k, v, _ = make_inputs(1, 1, 1, 8, 8, 16, torch.float32, device)
+    o, m, _ = flash_attention_v1(q, k, v, return_stats=True)
+    with pytest.raises(RuntimeError, match="no gradient for the statistics"):
+        (o.sum() + m.sum()).backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_kept_for_backward_is_q_k_v_o_and_two_numbers_a_row(device, dtype):
+    def kept(n: int) -> int:
+        q, k, v, _ = make_inputs(1, 2, 1, n, n, 16, dtype, device)
+        storages = {}
+
+        def pack(t: Tensor) -> Tensor:
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            o = flash_attention_v1(q, k, v, causal=True)
+        assert o.requires_grad
+        return sum(storages.values())
+
+    size = torch.empty((), dtype=dtype).element_size()
+    for n in (64, 128):
+        assert kept(n) == n * (16 * (2 + 2 + 1 + 1) * size + 2 * 2 * 4)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_autocast_decides_the_dtype(device, dtype):
+    q, k, v, _ = make_inputs(1, 2, 2, 20, 20, 16, torch.float32, device)
+    with torch.autocast(device.type, dtype=dtype):
+        o = flash_attention_v1(q, k.to(dtype), v)
+    assert o.dtype == dtype
+    want = naive_attention(*(t.to(dtype) for t in (q, k, v)))
+    exact = naive_attention(*upcast(q, k, v))
+    assert_within_bound("o", o, want, exact)
