@@ -57,6 +57,14 @@ def dot_precision(dtype: torch.dtype) -> str:
     return "ieee"
 
 
+def rounded(result: Tensor, like: Tensor, factor: float = 1.0) -> Tensor:
+    """factor * result in the dtype of ``like`` and in the layout of :func:`seq_major`; result, laid
+    out so, is used up."""
+    if result.dtype == like.dtype:
+        return result if factor == 1.0 else result.mul_(factor)
+    return torch.mul(result, factor, out=seq_major(like, like.dtype))
+
+
 def seq_major(like: Tensor, dtype: torch.dtype, fill: float | None = None) -> Tensor:
     """A new ``[B, H, N, D]`` tensor laid out as [B, N, H, D], so that a transformer's
     ``o.transpose(1, 2).reshape(B, N, H * D)`` is a view. Uninitialised unless ``fill`` is given."""

@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Blocks:
-    """One launch configuration: rows of Q, rows of K/V, warps per program, pipeline stages."""
+    """One launch configuration: rows of Q, rows of K/V, warps per program, pipeline stages, and
+    how many such programs a processor holds at a time."""
 
     block_q: int
     block_kv: int
     num_warps: int = 4
-    num_stages: int = 2
+    num_stages: int = 1
+    per_processor: int = 1
 
     def override(self, block_q: int | None, block_kv: int | None) -> "Blocks":
         """These blocks with the sizes the user set."""
@@ -42,10 +44,11 @@ def forward_blocks(head_dim: int, element_size: int) -> Blocks:
     width = padded_head_dim(head_dim)
     if element_size > 2:
         return Blocks(32, 32, 4, 1) if width > 64 else Blocks(64, 32, 4, 1)
+    # O passes through HBM once per K/V block, so block_kv is as large as registers allow.
     if width <= 64:
-        return Blocks(128, 128, 8, 2)
+        return Blocks(64, 256, 4, 1, per_processor=2)
     if width <= 128:
-        return Blocks(64, 128, 8, 2)
+        return Blocks(128, 256, 8, 1)
     return Blocks(64, 64, 8, 1)
 
 
@@ -55,9 +58,9 @@ def backward_blocks(head_dim: int, element_size: int) -> Blocks:
     if element_size > 2:
         return Blocks(16, 32, 4, 1) if width > 64 else Blocks(32, 32, 4, 1)
     if width <= 64:
-        return Blocks(64, 128, 8, 2)
+        return Blocks(64, 128, 8, 3)
     if width <= 128:
-        return Blocks(64, 64, 8, 1)
+        return Blocks(32, 64, 4, 3)
     return Blocks(32, 64, 8, 1)
 
 
@@ -67,7 +70,8 @@ def num_splits(programs: int, blocks: int, processors: int) -> int:
     Of the split counts up to ``blocks``, the fewest whose last wave keeps the processors busy to
     95% of the best efficiency found: the rule of the original CUDA V1 (num_splits_heuristic).
 
-    programs: batch x heads; blocks: row blocks there are to share; processors: of the device.
+    programs: batch x heads; blocks: row blocks there are to share; processors: programs that the
+    device runs at a time.
     """
     if programs == 0 or blocks == 0:
         return 1

@@ -2,6 +2,8 @@
 
 The loop order is V1's: K/V blocks outside, Q blocks inside; the running O, m and l of every row
 live in HBM and are read and written once per K/V block.
+
+Scores are in base 2 (times log2 e), because exp2 is the instruction a GPU has.
 """
 
 import torch
@@ -10,7 +12,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_attention import dropout, launch, tiling
-from flash_attention.v1.tiles import keep, load_rows, scores, store_rows
+from flash_attention.v1.tiles import (
+    LOG2_E,
+    first_block,
+    first_full_block,
+    keep,
+    load_rows,
+    load_segments,
+    store_rows,
+    visible,
+)
 
 
 @triton.jit
@@ -39,43 +50,77 @@ def _forward_kernel(
     segment_ptr += b * nq
     seed = tl.load(seed_ptr) if DROPOUT else 0
 
-    dims = tl.arange(0, BLOCK_D)
     for c0 in range(0, nk, BLOCK_KV):  # line 5
-        cols = c0 + tl.arange(0, BLOCK_KV)
-        kj = load_rows(k_ptr, stride_kn, stride_kd, cols, dims, nk, HEAD_DIM)  # line 6
-        vj = load_rows(v_ptr, stride_vn, stride_vd, cols, dims, nk, HEAD_DIM)
-
-        # Causal: rows above the first that sees key c0 have no work; own blocks from there on.
-        first = tl.maximum(0, c0 - (nk - nq)) // BLOCK_Q if CAUSAL else 0
-        first += (split + splits - first % splits) % splits
-        for i in range(first, tl.cdiv(nq, BLOCK_Q), splits):  # line 7
-            rows = i * BLOCK_Q + tl.arange(0, BLOCK_Q)
-            inside = rows < nq
-            qi = load_rows(q_ptr, stride_qn, stride_qd, rows, dims, nq, HEAD_DIM)  # line 8
-            oi = load_rows(o_ptr, stride_on, stride_od, rows, dims, nq, HEAD_DIM)
-            m_old = tl.load(m_ptr + rows, mask=inside, other=float("-inf"))
-            l_old = tl.load(l_ptr + rows, mask=inside, other=0.0)
-
-            s = scores(
-                qi, kj, rows, cols, nq, nk, segment_ptr, scale, CAUSAL, SEGMENTS, ACC, PRECISION
-            )  # lines 9 to 11
-            m_new = tl.maximum(m_old, tl.max(s, axis=1))
-            # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
-            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-            p = tl.exp(s - shift[:, None])  # line 12
-            carried = tl.exp(m_old - shift) * l_old  # what the old sum is worth now
-            l_new = carried + tl.sum(p, axis=1)  # line 13
-            if DROPOUT:  # line 14
-                p = tl.where(keep(seed, threshold, head, rows, cols), p * keep_scale, 0.0)
-            inv = 1.0 / tl.where(l_new > 0.0, l_new, float("inf"))  # 0 for a row without keys
-            pv = tl.dot(p.to(vj.dtype), vj, input_precision=PRECISION, out_dtype=ACC)
-            oi = oi * (carried * inv)[:, None] + pv * inv[:, None]  # line 15
-            store_rows(o_ptr, stride_on, stride_od, rows, dims, nq, oi, HEAD_DIM)
-            tl.store(m_ptr + rows, m_new, mask=inside)  # line 16
-            tl.store(l_ptr + rows, l_new, mask=inside)
+        kj = load_rows(k_ptr, stride_kn, stride_kd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)  # line 6
+        vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
+        # Rows above the first block see none of these keys; rows from the full block on see all.
+        first = first_block(c0, nq, nk, BLOCK_Q, CAUSAL)
+        full = first_full_block(c0, nq, nk, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS)
+        for masked in tl.static_range(1, -1, -1):
+            start = first if masked else full
+            stop = full if masked else tl.cdiv(nq, BLOCK_Q)
+            start += (split + splits - start % splits) % splits  # this program's share
+            for i in range(start, stop, splits):  # line 7
+                _update_rows(
+                    i * BLOCK_Q, c0, kj, vj, q_ptr, o_ptr, m_ptr, l_ptr, segment_ptr,
+                    stride_qn, stride_qd, stride_on, stride_od,
+                    head, nq, nk, scale, seed, keep_scale, threshold,
+                    masked, CAUSAL, SEGMENTS, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV,
+                    ACC, PRECISION,
+                )  # fmt: skip
         # The next K/V block reads the O, m, l just written, perhaps by other threads of this
         # program: Triton orders a store before a later load only across a barrier.
         tl.debug_barrier()
+
+
+@triton.jit
+def _update_rows(
+    r0, c0, kj, vj, q_ptr, o_ptr, m_ptr, l_ptr, segment_ptr,
+    stride_qn, stride_qd, stride_on, stride_od,
+    head, nq, nk, scale, seed, keep_scale, threshold,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The inner loop's body: rows r0, ... take in the keys and values c0, ..."""
+    rows, cols = r0 + tl.arange(0, BLOCK_Q), c0 + tl.arange(0, BLOCK_KV)
+    inside = rows < nq
+    qi = load_rows(q_ptr, stride_qn, stride_qd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)  # line 8
+    oi = load_rows(o_ptr, stride_on, stride_od, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    m_old = tl.load(m_ptr + rows, mask=inside, other=float("-inf"))
+    l_old = tl.load(l_ptr + rows, mask=inside, other=0.0)
+
+    scale2 = scale * LOG2_E
+    s = tl.dot(qi, tl.trans(kj), input_precision=PRECISION, out_dtype=ACC)  # line 9, unscaled
+    if MASKED:  # line 11
+        seen = visible(
+            rows[:, None], cols[None, :], nq, nk,
+            load_segments(segment_ptr, rows, nq, SEGMENTS)[:, None],
+            load_segments(segment_ptr, cols, nk, SEGMENTS)[None, :],
+            CAUSAL, SEGMENTS,
+        )  # fmt: skip
+        s = tl.where(seen, s * scale2, float("-inf"))
+        m_new = tl.maximum(m_old, tl.max(s, axis=1))
+        # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - shift[:, None])  # line 12
+    else:
+        # The scale is not negative, so it may wait until after the maximum: s * scale2 - m is one
+        # fused multiply-add.
+        m_new = tl.maximum(m_old, tl.max(s, axis=1) * scale2)
+        shift = m_new
+        p = tl.exp2(s * scale2 - shift[:, None])
+    carried = tl.exp2(m_old - shift) * l_old  # what the old sum is worth now
+    l_new = carried + tl.sum(p, axis=1)  # line 13
+    if DROPOUT:  # line 14
+        p = tl.where(keep(seed, threshold, head, rows[:, None], cols[None, :]), p * keep_scale, 0.0)
+    inv = 1.0 / tl.where(l_new > 0.0, l_new, float("inf"))  # 0 for a row without keys
+    pv = tl.dot(p.to(vj.dtype), vj, input_precision=PRECISION, out_dtype=ACC)
+    oi = oi * (carried * inv)[:, None] + pv * inv[:, None]  # line 15
+    store_rows(o_ptr, stride_on, stride_od, r0, nq, oi, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    tl.store(m_ptr + rows, m_new, mask=inside)  # line 16
+    tl.store(l_ptr + rows, l_new, mask=inside)
 
 
 def forward(
@@ -88,15 +133,15 @@ def forward(
     dropout_p: float,
     seed: Tensor | None,
     segment_ids: Tensor | None,
-    q_splits: int | None,
+    splits: int | None,
     blocks: tiling.Blocks,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Launch the kernel on the device of q.
 
-    q ``[B, H, Nq, D]``; k, v ``[B, Hkv, Nk, D]``; any strides. q_splits: programs that share the
-    Q blocks of one head (1 is the paper's grid; None: the wave-efficiency heuristic).
+    q ``[B, H, Nq, D]``; k, v ``[B, Hkv, Nk, D]``; any strides; scale not negative. splits: programs
+    that share the Q blocks of one head (1 is the paper's grid; None: the wave-efficiency rule).
 
-    Returns o float32 (float64 for float64 inputs) ``[B, H, Nq, D]`` and m, l ``[B, H, Nq]``.
+    Returns o like q, and m (base 2) and l ``[B, H, Nq]``. Scratch: o in float32.
     """
     batch, heads, nq, head_dim = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -107,14 +152,15 @@ def forward(
     m = q.new_full((batch, heads, nq), float("-inf"), dtype=acc)
 
     row_blocks = triton.cdiv(nq, blocks.block_q)
-    if q_splits is None:
-        q_splits = tiling.num_splits(batch * heads, row_blocks, launch.num_processors(q.device))
-    q_splits = min(q_splits, row_blocks)
+    if splits is None:
+        at_a_time = launch.num_processors(q.device) * blocks.per_processor
+        splits = tiling.num_splits(batch * heads, row_blocks, at_a_time)
+    splits = min(splits, row_blocks)
     with launch.on_device(q):
-        _forward_kernel[(batch * heads, q_splits)](
+        _forward_kernel[(batch * heads, splits)](
             q, k, v, o, m, l, launch.or_dummy(segment_ids, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *o.stride(),
-            heads, heads // k.shape[1], nq, k.shape[2], q_splits,
+            heads, heads // k.shape[1], nq, k.shape[2], splits,
             scale, 1.0 / (1.0 - dropout_p), dropout.threshold(dropout_p),
             CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
             HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim),
@@ -122,4 +168,4 @@ def forward(
             ACC=launch.triton_dtype(acc), PRECISION=launch.dot_precision(q.dtype),
             num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
-    return o, m, l
+    return launch.rounded(o, q), m, l

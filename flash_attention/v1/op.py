@@ -1,8 +1,10 @@
 """FlashAttention V1 as a PyTorch operator: custom op, fake implementation, autograd.
 
 What autograd keeps is q, k, v, o and the statistics m and l: O(N). S and P are computed again.
+Inside the op m is in base 2, the row maximum times log2 e: exp2 is what the hardware has.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -69,6 +71,8 @@ def flash_attention_v1(
     _check_knobs(q_splits, block_q, block_kv)
     if segment_ids is not None:
         segment_ids = segment_ids.contiguous()  # the kernels index it as [B, N]
+    if scale < 0.0:  # the op's scale is not negative: a row's maximum may be taken before scaling
+        q, scale = -q, -scale
     splits = None if q_splits == "auto" else q_splits
     seed = dropout.draw_seed(q.device) if dropout_p > 0.0 else None
     o, m, l = _forward(
@@ -87,6 +91,7 @@ def flash_attention_v1(
     )
     if not return_stats:
         return o
+    m = m * math.log(2.0)  # the op's scores are in base 2
     # A compiled graph hands back zero gradients for every output, which could not be told from
     # real ones: there the statistics just leave the graph.
     if q.requires_grad and not torch.compiler.is_compiling():
@@ -150,14 +155,14 @@ def _forward(
     if launch.use_triton(q):
         blocks = tiling.forward_blocks(q.shape[3], q.element_size()).override(block_q, block_kv)
         o, m, l = triton_forward.forward(
-            *_interpretable(q, k, v), q_splits=splits, blocks=blocks, **options
+            *_interpretable(q, k, v), splits=splits, blocks=blocks, **options
         )
     else:
         blocks = tiling.PYTORCH_TILE.override(block_q, block_kv)
         o, m, l = tiled.forward(
             q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
         )
-    return _rounded(o, q), m, l
+    return launch.rounded(o, q), m, l
 
 
 @torch.library.custom_op("flash_attention::v1_backward", mutates_args=())
@@ -190,7 +195,7 @@ def _backward(
             *_interpretable(do, q, k, v, o),
             m,
             l,
-            kv_splits=1 if deterministic else splits,
+            splits=1 if deterministic else splits,
             blocks=blocks,
             **options,
         )
@@ -199,7 +204,7 @@ def _backward(
         grads = tiled.backward(
             do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
         )
-    return tuple(_rounded(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
+    return tuple(launch.rounded(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
 
 
 @_forward.register_fake
@@ -252,13 +257,6 @@ _backward.register_autograd(_refuse_double_backward)
 def _statistics(q: Tensor) -> Tensor:
     """An uninitialised m or l, ``[B, H, Nq]``."""
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-def _rounded(result: Tensor, like: Tensor) -> Tensor:
-    """The result in the dtype of its input and in the layout that the fake promises."""
-    if result.dtype == like.dtype:
-        return result
-    return launch.seq_major(like, like.dtype).copy_(result)
 
 
 def _interpretable(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -6,10 +6,14 @@ Heads are grouped as ``[B, Hkv, G, N, D]`` (G query heads share a K/V head) so t
 product serves a whole group.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from flash_attention import dropout, launch, masks
+
+LOG2_E = 1.0 / math.log(2.0)
 
 
 def forward(
@@ -28,12 +32,14 @@ def forward(
     """Algorithm 2: K/V blocks outside, Q blocks inside, running m, l, O between them.
 
     q ``[B, H, Nq, D]``, k and v ``[B, Hkv, Nk, D]``. Returns o (float32, or float64 for float64
-    inputs) ``[B, H, Nq, D]`` and m, l ``[B, H, Nq]``.
+    inputs) ``[B, H, Nq, D]`` and m (base 2), l
+    ``[B, H, Nq]``.
     """
     batch, heads, nq, _ = q.shape
     kv_heads, nk = k.shape[1], k.shape[2]
     grouped = (batch, kv_heads, heads // kv_heads, nq)
     acc = torch.promote_types(q.dtype, torch.float32)
+    scale2 = scale * LOG2_E
     qg = q.unflatten(1, grouped[1:3])  # [B, Hkv, G, Nq, D], a view
 
     # Line 2: O = 0, l = 0, m = -inf, in memory.
@@ -49,12 +55,12 @@ def forward(
         for r0 in range(first, nq, block_q):  # line 7
             r1 = min(r0 + block_q, nq)
             mask = _mask(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
-            s = _scores(qg[..., r0:r1, :].to(acc), kj, scale, mask)  # lines 8 to 11
+            s = _scores(qg[..., r0:r1, :].to(acc), kj, scale2, mask)  # lines 8 to 11
             m_old, l_old = m[..., r0:r1], l[..., r0:r1]
             m_new = torch.maximum(m_old, s.amax(dim=-1))
             shift = _finite(m_new)
-            p = torch.exp(s - shift[..., None])  # line 12
-            carried = torch.exp(m_old - shift) * l_old  # what the old sum is worth now
+            p = torch.exp2(s - shift[..., None])  # line 12
+            carried = torch.exp2(m_old - shift) * l_old  # what the old sum is worth now
             l_new = carried + p.sum(dim=-1)  # line 13
             if dropout_p > 0.0:  # line 14
                 p = p * _keep(seed, dropout_p, heads, grouped, r0, r1, c0, c1)
@@ -109,8 +115,8 @@ def backward(
             rows = slice(r0, r1)
             qi, doi = qg[..., rows, :].to(acc), dog[..., rows, :].to(acc)
             mask = _mask(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
-            s = _scores(qi, kj, scale, mask)  # line 11
-            p = torch.exp(s - mg[..., rows, None]) * lg[..., rows, None]  # line 13
+            s = _scores(qi, kj, scale * LOG2_E, mask)  # line 11
+            p = torch.exp2(s - mg[..., rows, None]) * lg[..., rows, None]  # line 13
             dp = doi @ vj.transpose(-2, -1)  # line 17
             p_dropped = p
             if dropout_p > 0.0:  # lines 14, 15, 18
@@ -123,9 +129,9 @@ def backward(
     return dq.flatten(1, 2), dk, dv
 
 
-def _scores(qi: Tensor, kj: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """S of one tile, -inf where the row may not see the key. [B, Hkv, G, Br, Bc]"""
-    s = scale * (qi @ kj.transpose(-2, -1))
+def _scores(qi: Tensor, kj: Tensor, scale2: float, mask: Tensor | None) -> Tensor:
+    """S of one tile in base 2, -inf where the row may not see the key. [B, Hkv, G, Br, Bc]"""
+    s = scale2 * (qi @ kj.transpose(-2, -1))
     return s if mask is None else s.masked_fill(~mask, float("-inf"))
 
 

@@ -1,69 +1,111 @@
-"""What the forward and backward kernels share: loading tiles, masking scores, dropout.
+"""What the forward and backward kernels share: loading and storing tiles, masks, dropout.
 
-Offsets are int64 wherever a position is multiplied by a stride: 2^31 elements are reached by
-tensors that fit on one GPU.
+Positions are int64 wherever they are multiplied by a stride: 2^31 elements are reached by tensors
+that fit on one GPU.
 """
 
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def load_rows(base, stride_n, stride_d, rows, dims, n, HEAD_DIM: tl.constexpr):
-    """Rows of a [N, D] matrix as a tile [R, BLOCK_D]; 0 beyond N and D."""
-    pointers = base + rows[:, None].to(tl.int64) * stride_n + dims[None, :].to(tl.int64) * stride_d
-    inside = (rows[:, None] < n) & (dims[None, :] < HEAD_DIM)
-    return tl.load(pointers, mask=inside, other=0.0)
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def store_rows(base, stride_n, stride_d, rows, dims, n, tile, HEAD_DIM: tl.constexpr):
-    """The tile [R, BLOCK_D] into the rows of a [N, D] matrix, nothing beyond N and D."""
-    pointers = base + rows[:, None].to(tl.int64) * stride_n + dims[None, :].to(tl.int64) * stride_d
-    inside = (rows[:, None] < n) & (dims[None, :] < HEAD_DIM)
-    tl.store(pointers, tile.to(base.dtype.element_ty), mask=inside)
+def _pointers(base, stride_n, stride_d, start, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
+    rows, dims = start + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    return base + rows[:, None].to(tl.int64) * stride_n + dims[None, :].to(tl.int64) * stride_d
 
 
 @triton.jit
-def add_rows(base, stride_n, stride_d, rows, dims, n, tile, HEAD_DIM: tl.constexpr):
+def _inside(start, n, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    inside = (start + tl.arange(0, ROWS) < n)[:, None]
+    if HEAD_DIM < BLOCK_D:
+        inside = inside & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    return inside
+
+
+@triton.jit
+def load_rows(
+    base, stride_n, stride_d, start, n,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Rows start, start + 1, ... of a [N, D] matrix as a tile [ROWS, BLOCK_D]; 0 beyond N and D."""
+    return tl.load(
+        _pointers(base, stride_n, stride_d, start, ROWS, BLOCK_D),
+        mask=_inside(start, n, ROWS, HEAD_DIM, BLOCK_D),
+        other=0.0,
+    )
+
+
+@triton.jit
+def store_rows(
+    base, stride_n, stride_d, start, n, tile,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The tile [ROWS, BLOCK_D] into rows of a [N, D] matrix, nothing beyond N and D."""
+    tl.store(
+        _pointers(base, stride_n, stride_d, start, ROWS, BLOCK_D),
+        tile.to(base.dtype.element_ty),
+        mask=_inside(start, n, ROWS, HEAD_DIM, BLOCK_D),
+    )
+
+
+@triton.jit
+def add_rows(
+    base, stride_n, stride_d, start, n, tile,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     """As store_rows, adding atomically: for rows that several programs share."""
-    pointers = base + rows[:, None].to(tl.int64) * stride_n + dims[None, :].to(tl.int64) * stride_d
-    inside = (rows[:, None] < n) & (dims[None, :] < HEAD_DIM)
-    tl.atomic_add(pointers, tile.to(base.dtype.element_ty), mask=inside, sem="relaxed")
+    tl.atomic_add(
+        _pointers(base, stride_n, stride_d, start, ROWS, BLOCK_D),
+        tile.to(base.dtype.element_ty),
+        mask=_inside(start, n, ROWS, HEAD_DIM, BLOCK_D),
+        sem="relaxed",
+    )
 
 
 @triton.jit
-def scores(
-    qi,
-    kj,
-    rows,
-    cols,
-    nq,
-    nk,
-    segments,
-    scale,
-    CAUSAL: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+def visible(
+    rows, cols, nq, nk, row_segments, col_segments, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr
 ):
-    """S of one tile [Br, Bc] in ACC; -inf where the row may not see the key."""
-    s = tl.dot(qi, tl.trans(kj), input_precision=PRECISION, out_dtype=ACC) * scale
-    seen = (rows[:, None] < nq) & (cols[None, :] < nk)
+    """Which pairs may attend, for rows and cols (and their segments) that broadcast to the tile."""
+    seen = (rows < nq) & (cols < nk)
     if CAUSAL:  # bottom-right: the last query sees the last key
-        seen = seen & (cols[None, :] <= rows[:, None] + (nk - nq))
+        seen = seen & (cols <= rows + (nk - nq))
     if SEGMENTS:
-        row_segment = tl.load(segments + rows, mask=rows < nq, other=0)
-        col_segment = tl.load(segments + cols, mask=cols < nk, other=0)
-        seen = seen & (row_segment[:, None] == col_segment[None, :])
-    return tl.where(seen, s, float("-inf"))
+        seen = seen & (row_segments == col_segments)
+    return seen
+
+
+@triton.jit
+def load_segments(segments, positions, n, SEGMENTS: tl.constexpr):
+    return tl.load(segments + positions, mask=positions < n, other=0) if SEGMENTS else positions
+
+
+@triton.jit
+def first_block(c0, nq, nk, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr):
+    """The first block of rows in which some row may see key c0."""
+    return tl.maximum(0, c0 - (nk - nq)) // BLOCK_Q if CAUSAL else 0
+
+
+@triton.jit
+def first_full_block(
+    c0, nq, nk,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """The first block of rows from which on every row sees every key of block c0: no mask there."""
+    blocks = tl.cdiv(nq, BLOCK_Q)
+    full = 0
+    if CAUSAL:
+        full = tl.cdiv(tl.maximum(0, c0 + BLOCK_KV - 1 - (nk - nq)), BLOCK_Q)
+    if SEGMENTS:
+        full = blocks
+    return tl.minimum(blocks, tl.where(c0 + BLOCK_KV > nk, blocks, full))
 
 
 @triton.jit
 def keep(seed, threshold, head, rows, cols):
     """True where dropout keeps an entry of P: flash_attention/dropout.py in Triton."""
-    c0 = tl.broadcast_to(rows[:, None], (rows.shape[0], cols.shape[0])).to(tl.int32)
-    c1 = tl.broadcast_to(cols[None, :], (rows.shape[0], cols.shape[0])).to(tl.int32)
-    c2 = tl.full(c0.shape, 0, tl.int32) + head.to(tl.int32)
-    bits, _, _, _ = tl.philox(seed, c0, c1, c2, tl.full(c0.shape, 0, tl.int32))
+    zeros = (rows + cols) * 0  # the tile's shape
+    bits, _, _, _ = tl.philox(seed, zeros + rows, zeros + cols, zeros + head.to(tl.int32), zeros)
     return bits.to(tl.uint32, bitcast=True).to(tl.int64) >= threshold

@@ -121,12 +121,13 @@ def test_gradcheck_in_float64(device, causal, heads, kv_heads):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_float64_equals_naive_over_many_blocks(device, causal):
+def test_float64_equals_naive_over_many_blocks(device, causal, interpreted):
     q, k, v, do = make_inputs(1, 2, 1, 75, 70, 16, torch.float64, device)
     got = results(flash_attention_v1, q, k, v, do, causal=causal, **SMALL_BLOCKS)
     want = results(naive_attention, q, k, v, do, causal=causal)
     for name in want:
-        torch.testing.assert_close(got[name], want[name], rtol=1e-11, atol=1e-12)
+        tolerance = 1e-6 if interpreted else 1e-12  # Triton takes the scale as a float32
+        torch.testing.assert_close(got[name], want[name], rtol=tolerance, atol=tolerance)
 
 
 def test_rows_that_see_no_key_give_zero_output_zero_gradient_and_empty_statistics(device):
@@ -190,7 +191,10 @@ def test_padding_keys_do_not_win_against_very_negative_scores(device):
     with torch.no_grad():
         q.copy_(q.abs() + 3)
         k.copy_(-(k.abs() + 3))  # every score is far below 0, the score of a padding key
-    assert_as_exact_as_naive(flash_attention_v1, q, k, v, do)
+    got = results(flash_attention_v1, q, k, v, do)
+    want = results(naive_attention, *upcast(q, k, v, do))
+    for name in want:  # a padding key that won would be wrong by the whole value
+        torch.testing.assert_close(got[name].double(), want[name], rtol=1e-3, atol=1e-3)
 
 
 def test_a_single_key_gives_its_value_and_no_gradient_to_q_and_k(device):
