@@ -1,0 +1,69 @@
+"""The LightningModule: what a training step, a validation step and an update are."""
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from models.gpt import GPT
+from models.loss import cross_entropy
+from models.optim import AdamWCosine
+
+
+class LitGPT(L.LightningModule):
+    """Trains ``model`` on batches ``{"tokens": int64 [B, N + 1]}``: N inputs and their successors.
+
+    Args:
+        model: the GPT.
+        optim: optimizer, schedule and clipping.
+        compile: run ``model`` through torch.compile; parameter names stay the same.
+
+    Attributes:
+        grad_norm: norm of the last optimizer step's gradient before clipping, a 0-dim tensor on
+            the model's device (reading its value waits for the device); None before the first.
+    """
+
+    def __init__(self, model: GPT, optim: AdamWCosine, compile: bool = False) -> None:
+        super().__init__()
+        self.model = model
+        self.optim = optim
+        self.grad_norm: Tensor | None = None
+        if compile:
+            self.model.compile()  # in place, unlike torch.compile: no `_orig_mod.` in state_dict
+
+    def loss(self, tokens: Tensor) -> Tensor:
+        """Mean next-token loss in nats of tokens ``[B, N + 1]``."""
+        return cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch["tokens"])
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        tokens = batch["tokens"]
+        n_targets = tokens[:, 1:].numel()
+        # Weighted by targets, so that a smaller last batch does not count like a whole one.
+        self.log("val/loss", self.loss(tokens), batch_size=n_targets, prog_bar=True, sync_dist=True)
+
+    def configure_optimizers(self) -> dict:
+        # The float16 scaler and a fused optimizer together would clip gradients still scaled.
+        fused = self.trainer.precision != "16-mixed"
+        optimizer = self.optim.optimizer(self.model, fused=fused)
+        scheduler = {"scheduler": self.optim.scheduler(optimizer), "interval": "step"}
+        return {"optimizer": optimizer, "lr_scheduler": scheduler}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Keep the gradient's norm and clip to ``optim.grad_clip``; called before every update."""
+        if gradient_clip_val is not None:
+            raise ValueError(
+                f"the Trainer's gradient_clip_val={gradient_clip_val} is not used; "
+                "set grad_clip of the optimizer settings instead"
+            )
+        params = [p for p in self.model.parameters() if p.grad is not None]
+        self.grad_norm = get_total_norm([p.grad for p in params])
+        if self.optim.grad_clip:
+            clip_grads_with_norm_(params, self.optim.grad_clip, self.grad_norm)

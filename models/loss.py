@@ -1,0 +1,17 @@
+"""The training loss."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+IGNORE = -100
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean cross-entropy in nats per target, computed in float32.
+
+    logits ``[..., V]`` of any float dtype; targets ``[...]`` int64 in ``[0, V)``. Positions whose
+    target is -100 count neither in the sum nor in the mean; if all are, the result is NaN.
+    """
+    return F.cross_entropy(
+        logits.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="mean"
+    )
