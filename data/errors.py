@@ -3,3 +3,9 @@
 
 class DataError(ValueError):
     """The message is one sentence: which key, what was given, what is accepted."""
+
+
+def first_line(error: Exception) -> str:
+    """What a library's many-line error says first."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
