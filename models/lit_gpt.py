@@ -42,7 +42,8 @@ class LitGPT(L.LightningModule):
         tokens = batch["tokens"]
         n_targets = tokens[:, 1:].numel()
         # Weighted by targets, so that a smaller last batch does not count like a whole one.
-        self.log("val/loss", self.loss(tokens), batch_size=n_targets, prog_bar=True, sync_dist=True)
+        # Kept for the callback that reports validations; written by it, not by Lightning too.
+        self.log("val/loss", self.loss(tokens), batch_size=n_targets, logger=False, sync_dist=True)
 
     def configure_optimizers(self) -> dict:
         # The float16 scaler and a fused optimizer together would clip gradients still scaled.

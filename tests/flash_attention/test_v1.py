@@ -25,7 +25,9 @@ SMALL_BLOCKS = dict(block_q=32, block_kv=32)  # several blocks each way at the i
 @pytest.mark.parametrize(
     "head_dim", [1, 16, 32, 40, 48, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 )
-def test_every_head_dim_matches_naive(device, head_dim, causal, dtype, interpreted):
+def test_output_and_gradients_match_naive_at_every_head_dim(
+    device, head_dim, causal, dtype, interpreted
+):
     if interpreted and (head_dim not in (1, 40, 64, 111, 256) or dtype == torch.bfloat16):
         pytest.skip("covered by the tiles and the GPU; slow through the interpreter")
     n = 70 if interpreted else 203
@@ -52,7 +54,7 @@ def test_every_head_dim_matches_naive(device, head_dim, causal, dtype, interpret
         pytest.param(2048, 2048, marks=pytest.mark.gpu),
     ],
 )
-def test_every_length_matches_naive(device, nq, nk, causal, interpreted):
+def test_output_and_gradients_match_naive_at_every_length(device, nq, nk, causal, interpreted):
     dtype = torch.float16
     if interpreted and nq * nk > 30_000:
         pytest.skip("slow through the interpreter")
@@ -63,7 +65,9 @@ def test_every_length_matches_naive(device, nq, nk, causal, interpreted):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
-def test_grouped_query_heads_match_naive(device, heads, kv_heads, dtype, interpreted):
+def test_output_and_gradients_match_naive_with_grouped_query_heads(
+    device, heads, kv_heads, dtype, interpreted
+):
     n, batch = (40, 1) if interpreted else (150, 2)
     inputs = make_inputs(batch, heads, kv_heads, n, n + 9, 16, dtype, device)
     assert_as_exact_as_naive(flash_attention_v1, *inputs, causal=True)
@@ -109,7 +113,7 @@ def test_expanded_do(device):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2)])
-def test_gradcheck_in_float64(device, causal, heads, kv_heads):
+def test_gradients_pass_gradcheck_in_float64(device, causal, heads, kv_heads):
     if device.type == "cuda":
         pytest.skip("float64 runs the tiles on CUDA; covered on the CPU")
     q, k, v, _ = make_inputs(1, heads, kv_heads, 7, 9, 4, torch.float64, device)
@@ -170,7 +174,7 @@ def test_scale_zero_is_taken_as_given(device):
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.5])
-def test_any_scale_matches_naive(device, scale):
+def test_output_and_gradients_match_naive_at_any_scale(device, scale):
     inputs = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, device)
     assert_as_exact_as_naive(flash_attention_v1, *inputs, scale=scale, causal=True)
 

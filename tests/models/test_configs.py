@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
+import training.cli  # noqa: F401 - registers the resolvers that the configs use
 from flash_attention import SDPAttention
 from models.gpt import GPT
 from models.optim import AdamWCosine
@@ -45,10 +46,11 @@ def test_the_tiny_model_runs_at_the_root_seq_len():
     assert model(torch.zeros(1, 24, dtype=torch.long)).shape == (1, 24, 256)
 
 
-def test_the_optimizer_config_has_each_argument_and_follows_max_steps():
-    config = load("optim", "adamw", max_steps=77)
+def test_the_optimizer_config_has_each_argument_and_follows_max_steps_and_width():
+    config = load("optim", "adamw", max_steps=77, model={"width": 800})
     assert config.keys() - {"_target_"} == inspect.signature(AdamWCosine).parameters.keys()
     optim = instantiate(config)
     assert optim.max_steps == 77
+    assert optim.lr == pytest.approx(5e-4)
     assert type(optim.betas) is tuple
     assert [type(beta) for beta in optim.betas] == [float, float]

@@ -1,0 +1,478 @@
+"""train.py from end to end, on a model and a corpus small enough for seconds."""
+
+import csv
+import json
+import math
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import hydra
+import pytest
+import torch
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+import train
+from training.cli import CONFIGS
+
+ROOT = CONFIGS.parent
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+GROUP_CHOICES = sorted(
+    f"{path.parent.name}={path.stem}"
+    for path in CONFIGS.glob("*/*.yaml")
+    if path.parent.name != "hydra" and path.stem != "base"
+)
+SMALL = [
+    "device=cpu",
+    "precision=32-true",
+    "seq_len=32",
+    "global_batch_tokens=256",
+    "micro_batch_tokens=128",  # two forward passes per step
+    "max_steps=4",
+    "model.n_layer=1",
+    "model.n_head=2",
+    "model.width=32",
+    "data=text_files",
+    "data.val_fraction=0.2",
+    "data.val_tokens=256",
+    "optim.lr=1e-2",
+    "optim.warmup_steps=0",
+    "logger=csv",
+    "sample.max_new_tokens=8",
+    "trainer.log_every_n_steps=1",
+    "trainer.val_every_n_steps=2",
+    "callbacks.checkpoint.every_n_steps=2",
+]
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(10):
+        lines = (f"def f{i}_{j}(x): return x + {i * j}" for j in range(40))
+        (folder / f"{i}.txt").write_text("\n".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def overrides(corpus, tmp_path):
+    """The command line of a small run in a folder of tmp_path."""
+
+    def command_line(*more: str, run: str = "run") -> list[str]:
+        return [
+            *SMALL,
+            f"data.files='{corpus}/*.txt'",
+            f"data.cache_dir='{corpus}/cache'",
+            f"output_dir='{tmp_path}'",
+            f"run_dir='{tmp_path / run}'",
+            *more,
+        ]
+
+    return command_line
+
+
+@pytest.fixture
+def run(overrides):
+    """Runs in this process; returns the summary."""
+
+    def start(*more: str, run: str = "run") -> dict:
+        return train.run(compose(*overrides(*more, run=run)))
+
+    return start
+
+
+def compose(*overrides: str):
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return hydra.compose("train", list(overrides))
+
+
+def column(folder: Path, key: str) -> dict[int, str]:
+    """Step -> the column's value as written, where there is one."""
+    return dict(rows(folder, key))
+
+
+def rows(folder: Path, key: str) -> list[tuple[int, str]]:
+    """Every (step, value) of the column, in the order of the file."""
+    with open(folder / "metrics.csv", newline="", encoding="utf-8") as file:
+        return [(int(row["step"]), row[key]) for row in csv.DictReader(file) if row.get(key)]
+
+
+def wait_for(condition, seconds: float = 120) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.002)
+
+
+# --- a good run --------------------------------------------------------------------------------
+
+
+def test_a_run_learns_and_leaves_its_outputs(run, tmp_path):
+    summary = run("max_steps=20", "trainer.val_every_n_steps=10")
+    assert (summary["status"], summary["exit_code"], summary["error"]) == ("ok", 0, None)
+    assert summary["train_loss_last"] < 0.75 * summary["train_loss_first"]
+    assert summary["train_loss_first"] == pytest.approx(math.log(256), rel=0.1)
+    assert summary["val_loss"] < 4
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+    assert list(column(tmp_path / "run", "train/loss")) == list(range(1, 21))
+
+
+def test_the_console_shows_validations_a_sample_and_the_summary(run, capsys):
+    run()
+    out = capsys.readouterr().out
+    assert "step 2/4" in out
+    assert "bits per byte" in out
+    assert "sample" in out
+    assert "run summary" in out
+
+
+def test_the_end_of_a_run_is_validated_once(run, tmp_path):
+    summary = run("trainer.val_every_n_steps=3")
+    losses = rows(tmp_path / "run", "val/loss")
+    assert [step for step, _ in losses] == [3, 4]
+    assert float(losses[-1][1]) == summary["val_loss"]
+
+
+def test_the_summary_describes_the_run(run):
+    summary = run("attention=naive")
+    expected = {"attention": "naive", "seq_len": 32, "tokens_per_step": 256, "accumulate": 2}
+    assert expected.items() <= summary.items()
+    assert summary["tokens"] == 4 * 256
+    assert summary["versions"]["torch"] == torch.__version__
+
+
+def test_a_seed_repeats_the_run(run, tmp_path):
+    for name in ("a", "b"):
+        run("model.dropout=0.1", run=name)
+    run("model.dropout=0.1", "seed=1", run="c")
+    a, b, c = (column(tmp_path / name, "train/loss") for name in "abc")
+    assert a == b
+    assert a != c
+
+
+def test_backends_train_alike_over_twenty_steps(run, tmp_path):
+    losses = {}
+    steps = [
+        "max_steps=20",
+        "trainer.val_every_n_steps=20",
+        "callbacks.checkpoint.every_n_steps=20",
+    ]
+    for name in ("naive", "sdpa", "flash_v1"):
+        run(f"attention={name}", *steps, run=name)
+        column_text = column(tmp_path / name, "train/loss")
+        losses[name] = torch.tensor([float(loss) for loss in column_text.values()])
+    for name in ("sdpa", "flash_v1"):
+        torch.testing.assert_close(losses[name], losses["naive"], rtol=1e-4, atol=0)
+
+
+def test_wandb_is_offline_without_a_key_and_holds_metrics_and_config(run, tmp_path, monkeypatch):
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    run("logger=default")
+    (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    records = read_wandb(file)
+    history = [i for r in records if r.HasField("history") for i in r.history.item]
+    keys = {i.key or i.nested_key[0] for i in history}
+    assert {"train/loss", "val/loss", "trainer/global_step"} <= keys
+    config = {i.key for r in records if r.HasField("run") for i in r.run.config.update}
+    config |= {i.key for r in records if r.HasField("config") for i in r.config.update}
+    assert "seq_len" in config
+    assert [r.exit.exit_code for r in records if r.HasField("exit")] == [0]
+
+
+def read_wandb(file: Path) -> list:
+    """The records of a W&B file: a LevelDB log of protocol buffers, with W&B's own file header."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    block, header = 32768, 7
+    data = file.read_bytes()
+    records, parts, at = [], [], header
+    while at + header <= len(data):
+        if block - at % block < header:  # a block's rest is padding when no header fits
+            at += block - at % block
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts.append(data[at + header : at + header + length])
+        at += header + length
+        if kind in (1, 4):  # whole, or the last part
+            records.append(Record.FromString(b"".join(parts)))
+            parts = []
+    return records
+
+
+# --- the configs -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("choice", GROUP_CHOICES)
+def test_every_choice_composes_and_resolves(choice):
+    cfg = compose(choice, "run_dir=x")
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_every_experiment_runs_two_steps(run, experiment):
+    size = ["global_batch_tokens=64", "micro_batch_tokens=64", "max_steps=2"]
+    small_vocab = "tokenizer=byte"
+    summary = run(f"experiment={experiment}", small_vocab, *size)
+    assert (summary["status"], summary["steps"]) == ("ok", 2)
+
+
+def test_every_consumer_has_the_root_seq_len():
+    cfg = OmegaConf.to_container(compose("seq_len=77", "run_dir=x"), resolve=True)
+    found = [value for key, value in leaves(cfg) if key == "seq_len"]
+    assert len(found) == 3  # the root, the model, the data
+    assert set(found) == {77}
+
+
+def test_every_consumer_has_the_root_max_steps():
+    cfg = OmegaConf.to_container(compose("max_steps=77", "run_dir=x"), resolve=True)
+    assert {value for key, value in leaves(cfg) if key == "max_steps"} == {77}
+
+
+def leaves(node: dict):
+    for key, value in node.items():
+        if isinstance(value, dict):
+            yield from leaves(value)
+        else:
+            yield key, value
+
+
+# --- what goes wrong ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("seq_len=0", "seq_len=0 is not accepted; give an integer of at least 1"),
+        ("model.n_head=3", "model.n_head=3 does not divide model.width=32"),
+        ("global_batch_tokens=8", "global_batch_tokens=8 holds no sequence of seq_len=32"),
+        ("precision=16-mixed", "precision=16-mixed needs a GPU"),
+        ("resume=nowhere", "resume=nowhere holds no checkpoint"),
+        ("model.vocab_size=100", "model.vocab_size=100 is smaller than the tokeniser's 256"),
+        ("data.files='/nowhere/*.txt'", "data.files="),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, capsys, change, sentence):
+    summary = run(change)
+    assert (summary["status"], summary["exit_code"]) == ("error", 2)
+    stderr = capsys.readouterr().err
+    assert sentence in stderr
+    assert stderr.count("\n") == 1
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] in stderr
+
+
+def test_a_diverged_run_stops_and_saves_no_bad_checkpoint(run, tmp_path, capsys):
+    summary = run("optim.lr=1e30", "optim.grad_clip=null", "max_steps=20")
+    assert (summary["status"], summary["exit_code"]) == ("diverged", 1)
+    assert "lower optim.lr" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+
+
+def test_running_out_of_memory_is_a_status(run, monkeypatch, capsys):
+    import training.memory
+
+    class NoMemory:
+        available = 0
+
+    monkeypatch.setattr(training.memory.psutil, "virtual_memory", NoMemory)
+    summary = run()
+    assert (summary["status"], summary["exit_code"]) == ("oom", 3)
+    assert summary["saved_total_bytes"] > 0  # measured before it failed
+    assert capsys.readouterr().err.startswith("out of memory: ")
+
+
+def test_an_unexpected_error_is_one_line_and_a_log(run, tmp_path, monkeypatch, capsys):
+    fail_at_validation(monkeypatch, RuntimeError("something\nbroke"))
+    summary = run()
+    assert (summary["status"], summary["exit_code"]) == ("error", 1)
+    log = tmp_path / "run" / "error.log"
+    assert "Traceback" in log.read_text()
+    stderr = capsys.readouterr().err
+    assert f"error: RuntimeError: something\nThe full traceback is in {log}\n" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_ctrl_c_is_interrupted(run, monkeypatch):
+    fail_at_validation(monkeypatch, KeyboardInterrupt())
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        summary = run()
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores further ones
+    assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
+
+
+def fail_at_validation(monkeypatch, error: BaseException) -> None:
+    from training.console import ValidationReport
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(ValidationReport, "on_validation_end", fail)
+
+
+# --- resuming ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def one_thread():
+    """Sums are split over threads: bit for bit needs the same number in every process."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    torch.set_num_threads(before)
+
+
+LOSSES = ("train/loss", "train/lr", "train/grad_norm", "train/tokens", "val/loss")
+
+
+def test_a_killed_run_goes_on_bit_for_bit(overrides, run, tmp_path, one_thread):
+    settings = [
+        "max_steps=24",
+        "model.dropout=0.1",
+        "trainer.val_every_n_steps=6",
+        "callbacks.checkpoint.every_n_steps=4",
+    ]
+    run(*settings, run="whole")
+
+    killed = tmp_path / "killed"
+    command = [sys.executable, str(ROOT / "train.py"), *overrides(*settings, run="killed")]
+    process = subprocess.Popen(
+        [*command, f"hydra.run.dir='{killed}'"],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, **one_thread},
+    )
+    # Past a checkpoint, so that there are rows that the resumed run must not keep.
+    wait_for(lambda: (killed / "checkpoints" / "last.ckpt").exists() or process.poll() is not None)
+    wait_for(lambda: max(column(killed, "train/loss")) % 4 or process.poll() is not None)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (killed / "summary.json").exists()
+
+    assert run(*settings, f"resume='{killed}'", run="elsewhere")["status"] == "ok"
+    assert run(*settings, "resume=auto", run="killed")["status"] == "ok"
+    for folder in ("elsewhere", "killed"):
+        for key in LOSSES:
+            assert rows(tmp_path / folder, key) == rows(tmp_path / "whole", key), (folder, key)
+    weights = [
+        torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+        for name in ("whole", "elsewhere")
+    ]
+    torch.testing.assert_close(*weights, rtol=0, atol=0)
+
+
+def test_a_validation_at_the_checkpoint_s_step_is_not_repeated(run, tmp_path, monkeypatch):
+    settings = ["max_steps=6", "callbacks.checkpoint.every_n_steps=4"]
+    run(*settings, run="whole")
+    with monkeypatch.context() as patch:
+        only_first_checkpoint(patch)
+        run(*settings, run="cut")
+    run(*settings, f"resume='{tmp_path / 'cut'}'", run="resumed")
+    for key in LOSSES:
+        assert rows(tmp_path / "resumed", key) == rows(tmp_path / "whole", key)
+
+
+def test_a_resume_may_change_the_micro_batch(run, tmp_path, monkeypatch):
+    run("max_steps=6", run="whole")
+    with monkeypatch.context() as patch:
+        only_first_checkpoint(patch)
+        run("max_steps=6", run="cut")
+    smaller = ["micro_batch_tokens=64", f"resume='{tmp_path / 'cut'}'"]
+    run("max_steps=6", *smaller, run="resumed")
+    for key in ("train/loss", "val/loss"):
+        whole, resumed = (column(tmp_path / name, key) for name in ("whole", "resumed"))
+        assert list(resumed) == list(whole)
+        assert [float(v) for v in resumed.values()] == pytest.approx(
+            [float(v) for v in whole.values()], rel=1e-5
+        )
+
+
+def only_first_checkpoint(patch) -> None:
+    """As if the run had been killed before its second checkpoint."""
+    from training.checkpoint import AtomicCheckpointIO
+
+    save = AtomicCheckpointIO.save_checkpoint
+    patch.setattr(
+        AtomicCheckpointIO,
+        "save_checkpoint",
+        lambda self, state, path, **_: Path(path).exists() or save(self, state, path),
+    )
+
+
+def test_a_checkpoint_goes_on_with_another_backend_and_more_steps(run):
+    run("attention=naive", run="first")
+    summary = run("attention=flash_v1", "max_steps=6", "resume=last", run="second")
+    assert (summary["status"], summary["steps"]) == ("ok", 6)
+
+
+def test_a_finished_run_with_resume_auto_ends_well(run):
+    before = run()
+    again = run("resume=auto")
+    assert again["status"] == "ok"
+    assert again["val_loss"] == before["val_loss"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_with_the_keys(run, capsys):
+    run(run="first")
+    summary = run("model.width=64", "model.n_layer=2", "max_steps=6", "resume=last", run="second")
+    assert summary["exit_code"] == 2
+    error = capsys.readouterr().err
+    assert "model.n_layer (1 there, 2 here), model.width (32 there, 64 here)" in error
+
+
+def test_a_run_is_not_overwritten(run):
+    run()
+    summary = run()
+    assert summary["exit_code"] == 2
+    assert "already holds a run" in summary["error"]
+
+
+def test_a_resumed_run_keeps_its_wandb_id(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run("logger=default", run="first")
+    run("logger=default", "max_steps=6", "resume=last", run="second")
+    files = [next((tmp_path / n / "wandb").glob("*/run-*.wandb")) for n in ("first", "second")]
+    assert files[0].name == files[1].name
+
+
+# --- the program -------------------------------------------------------------------------------
+
+
+def program(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
+    environment = {k: v for k, v in os.environ.items() if k != "HYDRA_FULL_ERROR"}
+    command = [sys.executable, str(ROOT / "train.py"), *arguments]
+    return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
+
+
+def test_a_misspelt_key_is_one_line(tmp_path):
+    done = program("seqlen=8192", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: there is no key seqlen; did you mean seq_len?\n"
+
+
+def test_a_refused_value_ends_the_program_with_exit_code_2(tmp_path):
+    done = program("seq_len=0", "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "error: seq_len=0 is not accepted; give an integer of at least 1\n"
+    assert json.loads((tmp_path / "here" / "summary.json").read_text())["status"] == "error"
+
+
+def test_help_names_every_root_key_and_every_choice(tmp_path):
+    done = program("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    groups = {path.name for path in CONFIGS.iterdir() if path.is_dir()}
+    for key in set(compose("run_dir=x")) - groups - {"run_dir"}:
+        assert f"{key}:" in done.stdout
+    for choice in GROUP_CHOICES:
+        group, name = choice.split("=")
+        line = next(line for line in done.stdout.splitlines() if line.split()[:1] == [group])
+        assert name in line

@@ -1,0 +1,204 @@
+"""Memory of a run: bytes saved for backward, peaks, and telling out-of-memory from other faults.
+
+Three different numbers are easily confused, so each has its own name here:
+
+* saved: what autograd keeps between forward and backward; exact, and the same on any device,
+* allocated: the most bytes of live tensors at one time on a GPU,
+* reserved: the most bytes PyTorch's allocator held on that GPU; this decides a real out-of-memory.
+
+On a CPU the peak resident set of the process takes the place of the last two.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from flash_attention.base import Attention
+from models.loss import cross_entropy
+from training.units import GIB
+
+
+@dataclass(frozen=True)
+class SavedBytes:
+    """Bytes kept for the backward pass: inside the attention modules, and in the whole model."""
+
+    attention: int
+    total: int
+
+
+def saved_for_backward(
+    model: nn.Module,
+    tokens: Tensor,
+    *,
+    precision: AbstractContextManager | None = None,
+    fake: bool = True,
+) -> SavedBytes:
+    """Bytes that forward and loss of one micro-batch keep for backward.
+
+    Nothing is computed or allocated: tensors are replaced by fake ones, which have a shape, a dtype
+    and a device but no data. Parameters, gradients, random states and the mode (training or not)
+    stay as they are.
+
+    Every storage counts once and whole, however many views of it are saved. Parameters and buffers
+    do not count: they are there anyway. The half-precision copies autocast makes of parameters do:
+    they live until backward. A compiled model is counted as if it were not compiled.
+
+    Args:
+        model: token ids ``[B, N]`` -> logits ``[B, N, V]``; what its ``Attention`` modules save is
+            the attention part.
+        tokens: int64 ``[B, N + 1]``, on the model's device; the values do not matter.
+        precision: context to run in, such as ``torch.autocast(...)``.
+        fake: False computes for real, at the real cost (for tests).
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
+    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if fake:
+        state = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
+        tokens = mode.from_tensor(tokens)
+
+    ledger = _Ledger(owned={_storage_key(tensor) for tensor in state.values()})
+    step = _Loss(model)
+    state = {f"model.{name}": tensor for name, tensor in state.items()}
+    devices = [tokens.device] if tokens.is_cuda else []
+    with (
+        torch.random.fork_rng(devices),
+        torch.compiler.set_stance("force_eager"),
+        torch.enable_grad(),
+        mode,
+        precision or nullcontext(),
+        ledger.watching(model),
+        saved_tensors_hooks(ledger.pack, lambda tensor: tensor),
+    ):
+        functional_call(step, state, (tokens,))
+    return SavedBytes(attention=sum(ledger.attention.values()), total=sum(ledger.total.values()))
+
+
+class _Loss(nn.Module):
+    """A training step as one module, so that functional_call can replace its parameters."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+
+
+class _Ledger:
+    """Storages saved so far, with their bytes."""
+
+    def __init__(self, owned: set[int]) -> None:
+        self.owned = owned
+        self.total: dict[int, int] = {}
+        self.attention: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # a freed storage's address could come back as another's
+        self._inside_attention = False
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        key = _storage_key(tensor)
+        if key not in self.owned:
+            n_bytes = tensor.untyped_storage().nbytes()
+            self._kept.append(tensor)
+            self.total[key] = n_bytes
+            if self._inside_attention:
+                self.attention[key] = n_bytes
+        return tensor
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Note, while the context lasts, whether the model is inside an ``Attention`` module."""
+
+        def enter(*_):
+            self._inside_attention = True
+
+        def leave(*_):
+            self._inside_attention = False
+
+        handles = []
+        for module in model.modules():
+            if isinstance(module, Attention):
+                handles.append(module.register_forward_pre_hook(enter))
+                handles.append(module.register_forward_hook(leave, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def check_fits_in_ram(saved: SavedBytes, n_tokens: int) -> None:
+    """Refuse a micro-batch whose saved tensors alone exceed the free RAM, before it is tried.
+
+    The kernel of the operating system would otherwise kill the process (or stall the machine).
+
+    Raises:
+        MemoryError: with both numbers.
+    """
+    available = psutil.virtual_memory().available
+    if saved.total > available:
+        raise MemoryError(
+            f"a micro-batch of {n_tokens} tokens keeps {saved.total / GIB:.1f} GiB for backward "
+            f"({saved.attention / GIB:.1f} GiB of it for attention), and {available / GIB:.1f} GiB "
+            "of RAM are free; lower seq_len or micro_batch_tokens, or use attention=flash_v1"
+        )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` says that memory ran out, on a GPU or in RAM.
+
+    Not for an illegal memory access (a fault), nor for a Triton kernel that needs more on-chip
+    memory than the GPU has (a matter of block sizes, whatever the batch).
+    """
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    message = str(error)
+    return isinstance(error, RuntimeError) and (
+        "CUBLAS_STATUS_ALLOC_FAILED" in message
+        or "CUDA error: out of memory" in message
+        or ("DefaultCPUAllocator" in message and "can't allocate memory" in message)
+    )
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Start the peaks anew: the highest values from here on are what ``peaks`` returns."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif sys.platform == "linux":
+        # Where a container forbids it, the peak stays that of the whole process.
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+
+
+def peaks(device: torch.device) -> dict[str, int]:
+    """Peak bytes since the last reset: ``allocated`` and ``reserved`` of a GPU, else ``rss``."""
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.max_memory_allocated(device),
+            "reserved": torch.cuda.max_memory_reserved(device),
+        }
+    return {"rss": _peak_rss()}
+
+
+def _peak_rss() -> int:
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024  # "kB" means KiB there
+    import resource  # not on Windows
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -1,0 +1,3 @@
+"""Units of what is measured."""
+
+GIB = 2**30  # bytes
