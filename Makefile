@@ -23,7 +23,7 @@ format: $(READY)
 $(READY): requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=/path/to/python3")'
 	@echo "Setting up .venv (once, a few minutes) ..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	@touch $(READY)
 

@@ -33,6 +33,11 @@ def prepare(
     q, k, v = _autocast(q, k, v)
     _check_dtypes(q, k, v)
     _check_shapes(q, k, v)
+    for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"{name} must be a number; got {number!r}")
+    if not math.isfinite(1.0 if scale is None else scale):
+        raise ValueError(f"scale must be finite; got {scale}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     if segment_ids is not None:

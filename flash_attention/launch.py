@@ -1,15 +1,19 @@
 """Where a call runs, and what every kernel launch needs to know about its device."""
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
 
+from flash_attention.tiling import Blocks
+
 try:
     import triton
     import triton.language
+    import triton.runtime.errors
 except ImportError:  # no wheel on macOS and Windows: the PyTorch tiles run there
     triton = None
 
@@ -21,6 +25,37 @@ def use_triton(q: Tensor) -> bool:
     if q.is_cuda:
         return q.dtype != torch.float64  # no float64 matrix product in Triton on a GPU
     return q.device.type == "cpu" and interpreting()
+
+
+def fitting(run: Callable, blocks: Blocks, fixed: bool, device: torch.device, *kernel: object):
+    """``run(blocks)``, with smaller blocks where the device's shared memory is too small for them.
+
+    Triton finds out before the kernel starts: nothing has been written when it refuses. What fits
+    is remembered for the device and for ``kernel``, whatever else decides how much is needed.
+
+    Raises:
+        ValueError: blocks that the user ``fixed``, or the smallest there are, do not fit.
+    """
+    key = (device, blocks, *kernel)
+    tried = _FITTING.get(key, blocks)
+    while True:
+        try:
+            result = run(tried)
+        except triton.runtime.errors.OutOfResources as error:
+            smaller = None if fixed else tried.smaller()
+            if smaller is None:
+                raise ValueError(
+                    f"block_q={tried.block_q} with block_kv={tried.block_kv} needs "
+                    f"{error.required} of {error.name}; {device} has {error.limit}; "
+                    "give smaller blocks"
+                ) from error
+            tried = smaller
+        else:
+            _FITTING[key] = tried
+            return result
+
+
+_FITTING: dict[tuple, Blocks] = {}
 
 
 def on_device(t: Tensor) -> AbstractContextManager:

@@ -18,6 +18,16 @@ class Blocks:
     num_stages: int = 1
     per_processor: int = 1
 
+    def smaller(self) -> "Blocks | None":
+        """The next configuration to try where this one does not fit; None at the smallest."""
+        if self.num_stages > 1:
+            return replace(self, num_stages=1)
+        if max(self.block_q, self.block_kv) == 16:
+            return None
+        if self.block_kv >= self.block_q:
+            return replace(self, block_kv=self.block_kv // 2)
+        return replace(self, block_q=self.block_q // 2)
+
     def override(self, block_q: int | None, block_kv: int | None) -> "Blocks":
         """These blocks with the sizes the user set."""
         return replace(self, block_q=block_q or self.block_q, block_kv=block_kv or self.block_kv)

@@ -21,6 +21,7 @@ from flash_attention.v1.tiles import (
     keep,
     load_rows,
     load_segments,
+    locate,
     store_rows,
     visible,
 )
@@ -31,15 +32,15 @@ def _delta_kernel(
     o_ptr, do_ptr, delta_ptr,
     stride_ob, stride_oh, stride_on, stride_od,
     stride_gb, stride_gh, stride_gn, stride_gd,
-    heads, nq,
+    batch_heads, heads, nq,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Line 19, D_i = rowsum(dO o O), once for all K/V blocks: it does not depend on j."""
-    head = tl.program_id(0).to(tl.int64)
+    head, block = locate(batch_heads)
     b, h = head // heads, head % heads
     o_ptr += b * stride_ob + h * stride_oh
     do_ptr += b * stride_gb + h * stride_gh
-    r0 = tl.program_id(1) * BLOCK_Q
+    r0 = block * BLOCK_Q
     rows = r0 + tl.arange(0, BLOCK_Q)
     oi = load_rows(o_ptr, stride_on, stride_od, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D).to(ACC)
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D).to(ACC)
@@ -57,7 +58,7 @@ def _backward_kernel(
     stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    kv_heads, group, nq, nk, splits, scale, keep_scale, threshold,
+    batch_kv_heads, kv_heads, group, nq, nk, splits, scale, keep_scale, threshold,
     CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr, ATOMIC: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
@@ -65,8 +66,7 @@ def _backward_kernel(
 ):  # fmt: skip
     """Program (batch * Hkv + kv head, split): K/V blocks split, split + splits, ...; every row of
     every query head that shares the K/V head."""
-    kv_head = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
+    kv_head, split = locate(batch_kv_heads)
     b, hk = kv_head // kv_heads, kv_head % kv_heads
     k_ptr += b * stride_kb + hk * stride_kh
     v_ptr += b * stride_vb + hk * stride_vh
@@ -200,15 +200,16 @@ def backward(
     col_blocks = triton.cdiv(nk, blocks.block_kv)
     splits = col_blocks if splits is None else min(splits, col_blocks)
     with launch.on_device(q):
-        _delta_kernel[(batch * heads, triton.cdiv(nq, blocks.block_q))](
-            o, do, delta, *o.stride(), *do.stride(), heads, nq, BLOCK_Q=blocks.block_q, **shared
-        )
-        _backward_kernel[(batch * kv_heads, splits)](
+        _delta_kernel[(batch * heads * triton.cdiv(nq, blocks.block_q),)](
+            o, do, delta, *o.stride(), *do.stride(), batch * heads, heads, nq,
+            BLOCK_Q=blocks.block_q, **shared,
+        )  # fmt: skip
+        _backward_kernel[(batch * kv_heads * splits,)](
             q, k, v, do, dq, dk, dv, m, l, delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),
-            kv_heads, heads // kv_heads, nq, nk, splits,
+            batch * kv_heads, kv_heads, heads // kv_heads, nq, nk, splits,
             scale, 1.0 / (1.0 - dropout_p), dropout.threshold(dropout_p),
             CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
             ATOMIC=splits > 1, BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,

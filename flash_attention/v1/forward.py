@@ -19,6 +19,7 @@ from flash_attention.v1.tiles import (
     keep,
     load_rows,
     load_segments,
+    locate,
     store_rows,
     visible,
 )
@@ -31,15 +32,14 @@ def _forward_kernel(
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_ob, stride_oh, stride_on, stride_od,
-    heads, group, nq, nk, splits, scale, keep_scale, threshold,
+    batch_heads, heads, group, nq, nk, splits, scale, keep_scale, threshold,
     CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (batch * H + head, split): every K/V block; Q blocks split, split + splits, ..."""
-    head = tl.program_id(0).to(tl.int64)  # batch * H + head
-    split = tl.program_id(1)
+    head, split = locate(batch_heads)  # batch * H + head
     b, h = head // heads, head % heads
     q_ptr += b * stride_qb + h * stride_qh
     k_ptr += b * stride_kb + (h // group) * stride_kh
@@ -157,10 +157,10 @@ def forward(
         splits = tiling.num_splits(batch * heads, row_blocks, at_a_time)
     splits = min(splits, row_blocks)
     with launch.on_device(q):
-        _forward_kernel[(batch * heads, splits)](
+        _forward_kernel[(batch * heads * splits,)](
             q, k, v, o, m, l, launch.or_dummy(segment_ids, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *o.stride(),
-            heads, heads // k.shape[1], nq, k.shape[2], splits,
+            batch * heads, heads, heads // k.shape[1], nq, k.shape[2], splits,
             scale, 1.0 / (1.0 - dropout_p), dropout.threshold(dropout_p),
             CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
             HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim),

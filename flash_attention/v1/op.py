@@ -5,6 +5,7 @@ Inside the op m is in base 2, the row maximum times log2 e: exp2 is what the har
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -65,7 +66,8 @@ def flash_attention_v1(
 
     Raises:
         TypeError, ValueError: see ``checks.prepare``; also for the knobs above.
-        RuntimeError: on double backward, or on a gradient into m or l.
+        RuntimeError: on double backward, or on a gradient into m or l (under torch.compile m and
+            l are detached instead).
     """
     q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
     _check_knobs(q_splits, block_q, block_kv)
@@ -94,8 +96,8 @@ def flash_attention_v1(
     m = m * math.log(2.0)  # the op's scores are in base 2
     # A compiled graph hands back zero gradients for every output, which could not be told from
     # real ones: there the statistics just leave the graph.
-    if q.requires_grad and not torch.compiler.is_compiling():
-        m, l = _NoGradient.apply(m, q), _NoGradient.apply(l, q)
+    if o.requires_grad and not torch.compiler.is_compiling():
+        m, l = _NoGradient.apply(m, o), _NoGradient.apply(l, o)
     return o, m, l
 
 
@@ -153,9 +155,14 @@ def _forward(
         causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
     )
     if launch.use_triton(q):
-        blocks = tiling.forward_blocks(q.shape[3], q.element_size()).override(block_q, block_kv)
-        o, m, l = triton_forward.forward(
-            *_interpretable(q, k, v), splits=splits, blocks=blocks, **options
+        qkv = _interpretable(q, k, v)
+        o, m, l = _fitting(
+            "forward",
+            lambda blocks: triton_forward.forward(*qkv, splits=splits, blocks=blocks, **options),
+            tiling.forward_blocks(q.shape[3], q.element_size()),
+            q,
+            block_q,
+            block_kv,
         )
     else:
         blocks = tiling.PYTORCH_TILE.override(block_q, block_kv)
@@ -190,14 +197,17 @@ def _backward(
         causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
     )
     if launch.use_triton(q):
-        blocks = tiling.backward_blocks(q.shape[3], q.element_size()).override(block_q, block_kv)
-        grads = triton_backward.backward(
-            *_interpretable(do, q, k, v, o),
-            m,
-            l,
-            splits=1 if deterministic else splits,
-            blocks=blocks,
-            **options,
+        tensors = (*_interpretable(do, q, k, v, o), m, l)
+        splits = 1 if deterministic else splits
+        grads = _fitting(
+            "backward",
+            lambda blocks: triton_backward.backward(
+                *tensors, splits=splits, blocks=blocks, **options
+            ),
+            tiling.backward_blocks(q.shape[3], q.element_size()),
+            q,
+            block_q,
+            block_kv,
         )
     else:
         blocks = tiling.PYTORCH_TILE.override(block_q, block_kv)
@@ -231,10 +241,10 @@ def _differentiate(ctx, do, dm, dl):
 
 
 class _NoGradient(torch.autograd.Function):
-    """A statistic tied to q, so that a gradient into it is an error and not a silent zero."""
+    """A statistic tied to o, so that a gradient into it is an error and not a silent zero."""
 
     @staticmethod
-    def forward(ctx, statistic, q):
+    def forward(ctx, statistic, o):
         return statistic.view_as(statistic)
 
     @staticmethod
@@ -257,6 +267,26 @@ _backward.register_autograd(_refuse_double_backward)
 def _statistics(q: Tensor) -> Tensor:
     """An uninitialised m or l, ``[B, H, Nq]``."""
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _fitting(
+    direction: str,
+    run: Callable,
+    blocks: tiling.Blocks,
+    q: Tensor,
+    block_q: int | None,
+    block_kv: int | None,
+):
+    """The kernel with the table's blocks, or the user's, or smaller ones where those do not fit."""
+    return launch.fitting(
+        run,
+        blocks.override(block_q, block_kv),
+        block_q is not None or block_kv is not None,
+        q.device,
+        direction,
+        q.dtype,
+        q.shape[3],
+    )
 
 
 def _interpretable(*tensors: Tensor) -> tuple[Tensor, ...]:

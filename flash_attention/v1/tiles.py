@@ -11,6 +11,14 @@ LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def locate(heads):
+    """The (head, share) of this program: a grid of one dimension, as the others end at 65,535.
+    Heads come first, so that in a causal backward the long K/V blocks of all heads start first."""
+    program = tl.program_id(0)
+    return (program % heads).to(tl.int64), program // heads
+
+
+@triton.jit
 def _pointers(base, stride_n, stride_d, start, ROWS: tl.constexpr, BLOCK_D: tl.constexpr):
     rows, dims = start + tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
     return base + rows[:, None].to(tl.int64) * stride_n + dims[None, :].to(tl.int64) * stride_d

@@ -34,6 +34,7 @@ def tensors(**changes):
         ({**tensors(), "k": torch.zeros(2, 2, 8, 16).half()}, "same dtype"),
         ({**tensors(), "dropout_p": 1.0}, "dropout_p must be in .0, 1.; got 1.0"),
         ({**tensors(), "dropout_p": -0.1}, "dropout_p must be"),
+        ({**tensors(), "scale": float("nan")}, "scale must be finite; got nan"),
         ({**tensors(), "segment_ids": torch.zeros(2, 7, dtype=torch.int64)}, r"\(2, 8\)"),
         (
             {**tensors(q=(2, 4, 9, 16)), "segment_ids": torch.zeros(2, 8, dtype=torch.int64)},
@@ -51,6 +52,8 @@ def test_a_bad_value_is_named(attention, arguments, message):
     ("arguments", "message"),
     [
         ({**tensors(), "q": [1.0]}, "q must be a tensor; got list"),
+        ({**tensors(), "dropout_p": None}, "dropout_p must be a number; got None"),
+        ({**tensors(), "scale": "x"}, "scale must be a number; got 'x'"),
         ({name: t.long() for name, t in tensors().items()}, "float16, bfloat16"),
         ({**tensors(), "segment_ids": torch.zeros(2, 8)}, "segment_ids must be a tensor of int"),
     ],

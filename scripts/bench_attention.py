@@ -1,0 +1,297 @@
+"""Times every attention backend and peer side by side: forward, backward and peak memory.
+
+    python scripts/bench_attention.py --head-dims 64 128 --seq-lens 1024 4096 16384
+    python scripts/bench_attention.py --backends flash_v1 sdpa_flash --q-splits 1 --no-causal
+
+All backends of one shape are timed in turns, round after round, so that a change of the device's
+clock meets all alike; the median over the rounds counts. Every output is compared with standard
+attention in float64 before it is timed. FLOP/s: a forward has 4 B H N^2 D FLOPs, half of it when
+causal, a backward 2.5 times as many, whatever a backend really spends.
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
+
+from flash_attention import flash_attention_v1, naive_attention
+from scripts.attention_peers import peers
+from training.throughput import device_name
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+L2_BYTES = 256 * 2**20  # more than any GPU's: written between timings so that each starts cold
+CHECKED_ROWS = 256
+
+
+@dataclass
+class Row:
+    """One backend at one shape; times in ms, None where it failed."""
+
+    backend: str
+    head_dim: int
+    seq_len: int
+    causal: bool
+    batch: int
+    heads: int
+    dtype: str
+    status: str = "ok"
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    forward_tflops: float | None = None
+    backward_tflops: float | None = None
+    total_tflops: float | None = None
+    peak_mib: float | None = None
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    device = torch.device(args.device)
+    backends = available(args)
+    rows: list[Row] = []
+    shapes = [
+        (head_dim, n, causal)
+        for causal in args.causal
+        for head_dim in args.head_dims
+        for n in args.seq_lens
+    ]
+    for head_dim, n, causal in track(shapes, "timing", console=Console(stderr=True)):
+        rows += bench_shape(backends, head_dim, n, causal, args, device)
+    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    print(f"{device_name(device)}, torch {torch.__version__}; TFLOP/s: causal halves the FLOPs,")
+    print("backward counts 2.5 forwards. Peak: of forward + backward, inputs left out.")
+    if args.out:
+        write(rows, Path(args.out), device)
+    return int(any(row.status == "wrong" for row in rows))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    add = parser.add_argument
+    add("--backends", nargs="+", metavar="NAME", help="default: all that import and run here")
+    add("--head-dims", nargs="+", type=positive, default=[64, 128], metavar="D")
+    add("--seq-lens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192, 16384])
+    add("--tokens", type=positive, default=16384, help="batch x seq_len (default: 16384)")
+    add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
+    add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
+    add("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
+    add("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
+    add("--rounds", type=positive, default=20, help="timings of each backend (default: 20)")
+    add("--q-splits", default="auto", help="of flash_v1: auto, or 1 for the paper's grid")
+    add("--out", metavar="PATH", help="write PATH.csv and PATH.png")
+    args = parser.parse_args(argv)
+    args.causal = [True, False] if args.causal is None else [args.causal]
+    if args.q_splits != "auto":
+        try:
+            args.q_splits = positive(args.q_splits)
+        except ValueError:
+            parser.error(f"--q-splits={args.q_splits} must be auto or an integer of at least 1")
+    if args.device.startswith("cuda") and not cuda:
+        parser.error(f"--device={args.device}, but there is no CUDA GPU here; give --device=cpu")
+    return args
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+def available(args: argparse.Namespace) -> dict[str, Callable]:
+    """Name -> f(q, k, v, causal) -> o. Raises SystemExit for a name that is not here."""
+
+    def flash_v1(q, k, v, causal):
+        return flash_attention_v1(q, k, v, causal=causal, q_splits=args.q_splits)
+
+    def naive(q, k, v, causal):
+        return naive_attention(q, k, v, causal=causal)
+
+    found = {"naive": naive, "flash_v1": flash_v1, **peers(torch.device(args.device))}
+    for name in args.backends or ():
+        if name not in found:
+            raise SystemExit(f"--backends: {name} is not here; give some of {', '.join(found)}")
+    return {name: f for name, f in found.items() if not args.backends or name in args.backends}
+
+
+def bench_shape(
+    backends: dict[str, Callable],
+    head_dim: int,
+    n: int,
+    causal: bool,
+    args: argparse.Namespace,
+    device: torch.device,
+) -> list[Row]:
+    """All backends at one shape, each checked, then timed in turns."""
+    batch, heads = max(1, args.tokens // n), max(1, args.width // head_dim)
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, do = (
+        torch.randn(
+            batch, heads, n, head_dim, dtype=DTYPES[args.dtype], device=device, generator=generator
+        )
+        for _ in range(4)
+    )
+    for t in (q, k, v):
+        t.requires_grad_()
+    rows, steps = [], []
+    for name, attention in backends.items():
+        row = Row(name, head_dim, n, causal, batch, heads, args.dtype)
+        rows.append(row)
+        try:
+            row.status = "ok" if is_right(attention, q, k, v, causal) else "wrong"
+            row.peak_mib = peak_mib(attention, q, k, v, do, causal)
+            steps.append((row, *make_steps(attention, q, k, v, do, causal)))
+        except torch.OutOfMemoryError:
+            row.status = "out of memory"
+        except Exception as error:  # a peer that does not take this shape or device
+            row.status = f"refused: {type(error).__name__}"
+    timed = [step for step in steps if step[0].status == "ok"]
+    times = interleave([f for _, *pair in timed for f in pair], args.rounds, device)
+    flops = 4 * batch * heads * n * n * head_dim * (0.5 if causal else 1.0)
+    for i, (row, *_) in enumerate(timed):
+        row.forward_ms, row.backward_ms = times[2 * i], times[2 * i + 1]
+        row.forward_tflops = flops / row.forward_ms / 1e9
+        row.backward_tflops = 2.5 * flops / row.backward_ms / 1e9
+        row.total_tflops = 3.5 * flops / (row.forward_ms + row.backward_ms) / 1e9
+    return rows
+
+
+def is_right(attention: Callable, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
+    """The last rows of the first head against float64, by the tests' rule: twice naive's error."""
+    with torch.no_grad():
+        rows = min(CHECKED_ROWS, q.shape[2])
+        got = attention(q, k, v, causal)[:1, :1, -rows:].double()
+        # Causal masks are aligned bottom-right, so the last rows alone see the same keys.
+        tail = q[:1, :1, -rows:], k[:1, :1], v[:1, :1]
+        exact = naive_attention(*(t.double() for t in tail), causal=causal)
+        own = naive_attention(*tail, causal=causal).double()
+        rounding = torch.finfo(q.dtype).eps * exact.abs().max()
+        return bool((got - exact).abs().max() <= 2 * (own - exact).abs().max() + rounding)
+
+
+def peak_mib(attention: Callable, q, k, v, do, causal: bool) -> float | None:
+    """Peak of one forward + backward above what was allocated before; None on a CPU."""
+    if not q.is_cuda:
+        return None
+    torch.autograd.grad(attention(q, k, v, causal), (q, k, v), do)  # compiles, fills workspaces
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    torch.autograd.grad(attention(q, k, v, causal), (q, k, v), do)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def make_steps(attention: Callable, q, k, v, do, causal: bool) -> tuple[Callable, Callable]:
+    """A forward as in training, and the backward of one."""
+
+    def forward() -> Tensor:
+        return attention(q, k, v, causal)
+
+    o = forward()
+
+    def backward() -> None:
+        torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+
+    return forward, backward
+
+
+def interleave(steps: list[Callable], rounds: int, device: torch.device) -> list[float]:
+    """Median milliseconds of each step, one call of each per round after a round of warm-up."""
+    cold = torch.empty(L2_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
+    times: list[list[float]] = [[] for _ in steps]
+    for r in range(rounds + 1):
+        for i, step in enumerate(steps):
+            cold.zero_()
+            ms = time_ms(step, device)
+            if r:
+                times[i].append(ms)
+    return [statistics.median(t) for t in times]
+
+
+def time_ms(step: Callable, device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        step()
+        return 1e3 * (time.perf_counter() - start)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def table(rows: list[Row]) -> Table:
+    out = Table(title="TFLOP/s", title_justify="left")
+    for name in ("head dim", "N", "causal", "backend", "forward", "backward", "both", "peak MiB"):
+        out.add_column(name, justify="left" if name == "backend" else "right")
+    for row in rows:
+        numbers = (row.forward_tflops, row.backward_tflops, row.total_tflops, row.peak_mib)
+        shown = ["" if x is None else f"{x:.3g}" if x < 10 else f"{x:,.0f}" for x in numbers]
+        if row.status != "ok":
+            shown[0] = row.status
+        causal = "yes" if row.causal else "no"
+        out.add_row(str(row.head_dim), str(row.seq_len), causal, row.backend, *shown)
+    return out
+
+
+def write(rows: list[Row], path: Path, device: torch.device) -> None:
+    """PATH.csv and PATH.png, each under a temporary name first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"device": device_name(device), "torch": torch.__version__}
+    partial = path.with_suffix(".csv.partial")
+    with open(partial, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
+        writer.writeheader()
+        writer.writerows(asdict(row) | about for row in rows)
+    os.replace(partial, path.with_suffix(".csv"))
+    partial = path.with_suffix(".png.partial")
+    plot(rows, partial, device_name(device))
+    os.replace(partial, path.with_suffix(".png"))
+
+
+def plot(rows: list[Row], path: Path, title: str) -> None:
+    """Forward + backward TFLOP/s over N, a panel for each head dim and mask."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = sorted({(row.head_dim, row.causal) for row in rows})
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(1 + 4.2 * len(panels), 4), squeeze=False, sharey=True
+    )
+    for axis, (head_dim, causal) in zip(axes[0], panels, strict=True):
+        here = [row for row in rows if (row.head_dim, row.causal) == (head_dim, causal)]
+        for name in dict.fromkeys(row.backend for row in here):
+            line = [r for r in here if r.backend == name and r.total_tflops is not None]
+            axis.plot([r.seq_len for r in line], [r.total_tflops for r in line], "o-", label=name)
+        axis.set(title=f"head dim {head_dim}, {'causal' if causal else 'full'}", xlabel="N")
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("forward + backward, TFLOP/s")
+    axes[0][-1].legend(fontsize=8)
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, format="png")
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
