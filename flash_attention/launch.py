@@ -103,10 +103,7 @@ def rounded(result: Tensor, like: Tensor, factor: float = 1.0) -> Tensor:
 def seq_major(like: Tensor, dtype: torch.dtype, fill: float | None = None) -> Tensor:
     """A new ``[B, H, N, D]`` tensor laid out as [B, N, H, D], so that a transformer's
     ``o.transpose(1, 2).reshape(B, N, H * D)`` is a view. Uninitialised unless ``fill`` is given."""
-    batch, heads, n, head_dim = like.shape
-    shape = (batch, n, heads, head_dim)
-    if fill is None:
-        t = torch.empty(shape, dtype=dtype, device=like.device)
-    else:
-        t = torch.full(shape, fill, dtype=dtype, device=like.device)
-    return t.transpose(1, 2)
+    _, heads, n, head_dim = like.shape
+    strides = (n * heads * head_dim, head_dim, heads * head_dim, 1)
+    t = torch.empty_strided(like.shape, strides, dtype=dtype, device=like.device)
+    return t if fill is None else t.fill_(fill)

@@ -132,7 +132,7 @@ def _add_gradients(
     delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
 
     scale2 = scale * LOG2_E
-    inv = 1.0 / tl.where(l > 0.0, l, float("inf"))  # 0 for a row without keys
+    inv = 1.0 / tl.where(l == 0.0, float("inf"), l)  # 0 for a row without keys
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # line 11, unscaled
     if MASKED:
         seen = visible(

@@ -115,7 +115,7 @@ def _update_rows(
     l_new = carried + tl.sum(p, axis=1)  # line 13
     if DROPOUT:  # line 14
         p = tl.where(keep(seed, threshold, head, rows[:, None], cols[None, :]), p * keep_scale, 0.0)
-    inv = 1.0 / tl.where(l_new > 0.0, l_new, float("inf"))  # 0 for a row without keys
+    inv = 1.0 / tl.where(l_new == 0.0, float("inf"), l_new)  # 0 for a row without keys
     pv = tl.dot(p.to(vj.dtype), vj, input_precision=PRECISION, out_dtype=ACC)
     oi = oi * (carried * inv)[:, None] + pv * inv[:, None]  # line 15
     store_rows(o_ptr, stride_on, stride_od, r0, nq, oi, BLOCK_Q, HEAD_DIM, BLOCK_D)

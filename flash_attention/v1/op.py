@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from flash_attention import checks, dropout, launch, tiling
 from flash_attention.base import Attention
@@ -66,8 +67,8 @@ def flash_attention_v1(
 
     Raises:
         TypeError, ValueError: see ``checks.prepare``; also for the knobs above.
-        RuntimeError: on double backward, or on a gradient into m or l (under torch.compile m and
-            l are detached instead).
+        RuntimeError: on double backward, on forward-mode differentiation, or on a gradient into m
+            or l (under torch.compile these are detached instead).
     """
     q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
     _check_knobs(q_splits, block_q, block_kv)
@@ -75,6 +76,8 @@ def flash_attention_v1(
         segment_ids = segment_ids.contiguous()  # the kernels index it as [B, N]
     if scale < 0.0:  # the op's scale is not negative: a row's maximum may be taken before scaling
         q, scale = -q, -scale
+    if not torch.compiler.is_compiling():
+        _refuse_forward_mode(q, k, v)
     splits = None if q_splits == "auto" else q_splits
     seed = dropout.draw_seed(q.device) if dropout_p > 0.0 else None
     o, m, l = _forward(
@@ -251,6 +254,14 @@ class _NoGradient(torch.autograd.Function):
     def backward(ctx, grad):
         raise RuntimeError(
             "flash_attention_v1 has no gradient for the statistics m and l: detach them"
+        )
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """A custom op without a rule for forward-mode derivatives would give tangents of zero."""
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "flash_attention_v1 has no forward-mode derivative; use naive_attention for it"
         )
 
 

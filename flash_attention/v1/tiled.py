@@ -43,7 +43,8 @@ def forward(
     qg = q.unflatten(1, grouped[1:3])  # [B, Hkv, G, Nq, D], a view
 
     # Line 2: O = 0, l = 0, m = -inf, in memory.
-    o = launch.seq_major(q, acc, fill=0.0).unflatten(1, grouped[1:3])
+    result = launch.seq_major(q, acc, fill=0.0)
+    o = result.unflatten(1, grouped[1:3])
     l = q.new_zeros(grouped, dtype=acc)
     m = q.new_full(grouped, float("-inf"), dtype=acc)
 
@@ -68,7 +69,7 @@ def forward(
             o[..., r0:r1, :] *= (carried * inv)[..., None]  # line 15
             o[..., r0:r1, :] += (p * inv[..., None]) @ vj
             l[..., r0:r1], m[..., r0:r1] = l_new, m_new  # line 16
-    return o.flatten(1, 2), m.flatten(1, 2), l.flatten(1, 2)
+    return result, m.flatten(1, 2), l.flatten(1, 2)
 
 
 def backward(
@@ -185,4 +186,4 @@ def _finite(m: Tensor) -> Tensor:
 
 def _inverse(l: Tensor) -> Tensor:
     """1/l, and 0 for rows that have seen no key."""
-    return 1.0 / torch.where(l > 0.0, l, float("inf"))
+    return 1.0 / torch.where(l == 0.0, float("inf"), l)

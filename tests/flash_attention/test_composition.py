@@ -67,6 +67,12 @@ def test_activation_checkpointing_replays_the_dropout_mask(where):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
+def test_forward_mode_differentiation_is_refused():
+    q, k, v, _ = make_inputs(1, 1, 1, 8, 8, 16, torch.float32, torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda q: flash_attention_v1(q, k, v), (q.detach(),), (torch.ones_like(q),))
+
+
 def test_the_output_of_a_transformer_needs_no_copy():
     q, k, v, _ = make_inputs(2, 4, 4, 10, 10, 16, torch.float16, torch.device("cpu"))
     o = flash_attention_v1(q, k, v).transpose(1, 2)

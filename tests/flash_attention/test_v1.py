@@ -210,6 +210,16 @@ def test_a_single_key_gives_its_value_and_no_gradient_to_q_and_k(device):
         torch.testing.assert_close(got[name], torch.zeros_like(do), rtol=0, atol=1e-5)
 
 
+def test_a_nan_in_k_reaches_every_gradient_that_it_reaches_in_naive(device):
+    q, k, v, do = make_inputs(1, 1, 1, 40, 40, 16, torch.float32, device)
+    with torch.no_grad():
+        k[0, 0, 5, 3] = float("nan")
+    got = results(flash_attention_v1, q, k, v, do, causal=True, **SMALL_BLOCKS)
+    want = results(naive_attention, q, k, v, do, causal=True)
+    for name in want:
+        assert torch.equal(got[name].isnan(), want[name].isnan()), name
+
+
 def test_keys_all_equal_give_the_mean_of_v(device):
     q, k, v, _ = make_inputs(1, 2, 2, 30, 70, 32, torch.float32, device)
     o = flash_attention_v1(torch.ones_like(q), torch.ones_like(k), v, **SMALL_BLOCKS)
