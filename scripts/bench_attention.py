@@ -148,23 +148,22 @@ def bench_shape(
     )
     for t in (q, k, v):
         t.requires_grad_()
-    rows, steps = [], []
+    rows, timed = [], []
     for name, attention in backends.items():
         row = Row(name, head_dim, n, causal, batch, heads, args.dtype)
         rows.append(row)
         try:
             row.status = "ok" if is_right(attention, q, k, v, causal) else "wrong"
             row.peak_mib = peak_mib(attention, q, k, v, do, causal)
-            steps.append((row, *make_steps(attention, q, k, v, do, causal)))
         except torch.OutOfMemoryError:
             row.status = "out of memory"
         except Exception as error:  # a peer that does not take this shape or device
             row.status = f"refused: {type(error).__name__}"
-    timed = [step for step in steps if step[0].status == "ok"]
-    times = interleave([f for _, *pair in timed for f in pair], args.rounds, device)
+        if row.status == "ok":
+            timed.append((row, attention))
+    times = interleave([f for _, f in timed], (q, k, v, do), causal, args.rounds)
     flops = 4 * batch * heads * n * n * head_dim * (0.5 if causal else 1.0)
-    for i, (row, *_) in enumerate(timed):
-        row.forward_ms, row.backward_ms = times[2 * i], times[2 * i + 1]
+    for (row, _), (row.forward_ms, row.backward_ms) in zip(timed, times, strict=True):
         row.forward_tflops = flops / row.forward_ms / 1e9
         row.backward_tflops = 2.5 * flops / row.backward_ms / 1e9
         row.total_tflops = 3.5 * flops / (row.forward_ms + row.backward_ms) / 1e9
@@ -196,44 +195,40 @@ def peak_mib(attention: Callable, q, k, v, do, causal: bool) -> float | None:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def make_steps(attention: Callable, q, k, v, do, causal: bool) -> tuple[Callable, Callable]:
-    """A forward as in training, and the backward of one."""
+def interleave(
+    backends: list[Callable], tensors: tuple[Tensor, ...], causal: bool, rounds: int
+) -> list[tuple[float, float]]:
+    """Median milliseconds of each backend's forward and backward.
 
-    def forward() -> Tensor:
-        return attention(q, k, v, causal)
-
-    o = forward()
-
-    def backward() -> None:
-        torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-
-    return forward, backward
-
-
-def interleave(steps: list[Callable], rounds: int, device: torch.device) -> list[float]:
-    """Median milliseconds of each step, one call of each per round after a round of warm-up."""
-    cold = torch.empty(L2_BYTES if device.type == "cuda" else 0, dtype=torch.int8, device=device)
-    times: list[list[float]] = [[] for _ in steps]
+    In each round every backend runs once, and only its own graph is alive; the first warms up.
+    """
+    q, k, v, do = tensors
+    cold = torch.empty(L2_BYTES if q.is_cuda else 0, dtype=torch.int8, device=q.device)
+    times: list[list[tuple[float, float]]] = [[] for _ in backends]
     for r in range(rounds + 1):
-        for i, step in enumerate(steps):
+        for attention, measured in zip(backends, times, strict=True):
             cold.zero_()
-            ms = time_ms(step, device)
+            forward_ms, o = timed_call(lambda f=attention: f(q, k, v, causal), q.device)
+            cold.zero_()
+            backward_ms, _ = timed_call(lambda o=o: torch.autograd.grad(o, (q, k, v), do), q.device)
+            del o
             if r:
-                times[i].append(ms)
-    return [statistics.median(t) for t in times]
+                measured.append((forward_ms, backward_ms))
+    return [tuple(map(statistics.median, zip(*pairs, strict=True))) for pairs in times]
 
 
-def time_ms(step: Callable, device: torch.device) -> float:
+def timed_call(step: Callable, device: torch.device) -> tuple[float, object]:
+    """Milliseconds of one call on the device, and what it returned."""
     if device.type != "cuda":
         start = time.perf_counter()
-        step()
-        return 1e3 * (time.perf_counter() - start)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    step()
+        result = step()
+        return 1e3 * (time.perf_counter() - start), result
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    result = step()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end)
+    return begin.elapsed_time(end), result
 
 
 def table(rows: list[Row]) -> Table:

@@ -1,0 +1,55 @@
+"""The attention benchmark: what it writes, and that a wrong backend is not timed."""
+
+import csv
+
+import pytest
+import torch
+
+from flash_attention import naive_attention
+from scripts import bench_attention
+
+SMALL = ["--device=cpu", "--tokens=64", "--width=32", "--head-dims", "16", "--seq-lens", "32", "64"]
+
+
+def test_it_writes_a_row_for_every_backend_and_shape(tmp_path, capsys):
+    assert bench_attention.main([*SMALL, "--rounds=2", f"--out={tmp_path / 'bench'}"]) == 0
+    with open(tmp_path / "bench.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = {(r["backend"], r["seq_len"], r["causal"], r["status"]) for r in rows}
+    assert found == {
+        (backend, n, causal, "ok")
+        for backend in ("naive", "flash_v1", "sdpa")
+        for n in ("32", "64")
+        for causal in ("True", "False")
+    }
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert "flash_v1" in capsys.readouterr().out
+
+
+def test_flops_are_those_of_two_products_and_half_of_them_when_causal():
+    args = bench_attention.parse([*SMALL, "--rounds=1"])
+    backends = {"naive": lambda q, k, v, causal: naive_attention(q, k, v, causal=causal)}
+    (full,) = bench_attention.bench_shape(backends, 16, 64, False, args, torch.device("cpu"))
+    (half,) = bench_attention.bench_shape(backends, 16, 64, True, args, torch.device("cpu"))
+    # batch 1, 2 heads, N = 64, D = 16: two N x N x D products of 2 FLOPs an entry and head.
+    assert full.forward_tflops * full.forward_ms * 1e9 == pytest.approx(2 * 2 * 2 * 64 * 64 * 16)
+    assert half.forward_tflops * half.forward_ms * 1e9 == pytest.approx(2 * 2 * 64 * 64 * 16)
+    assert half.backward_tflops * half.backward_ms == pytest.approx(
+        2.5 * half.forward_tflops * half.forward_ms
+    )
+
+
+def test_a_wrong_backend_is_named_and_not_timed():
+    args = bench_attention.parse([*SMALL, "--rounds=1"])
+    backends = {"wrong": lambda q, k, v, causal: naive_attention(q, k, v, causal=not causal)}
+    (row,) = bench_attention.bench_shape(backends, 16, 64, True, args, torch.device("cpu"))
+    assert row.status == "wrong"
+    assert row.forward_ms is None
+
+
+@pytest.mark.parametrize("bad", [["--seq-lens", "0"], ["--q-splits", "none"]])
+def test_a_bad_argument_is_refused(bad, capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench_attention.parse(bad)
+    assert stop.value.code == 2
+    assert bad[0] in capsys.readouterr().err
