@@ -168,7 +168,7 @@ def _forward(
             block_kv,
         )
     else:
-        blocks = tiling.PYTORCH_TILE.override(block_q, block_kv)
+        blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
         o, m, l = tiled.forward(
             q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
         )
@@ -213,7 +213,7 @@ def _backward(
             block_kv,
         )
     else:
-        blocks = tiling.PYTORCH_TILE.override(block_q, block_kv)
+        blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
         grads = tiled.backward(
             do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
         )

@@ -47,3 +47,11 @@ def test_the_split_is_the_fewest_within_5_percent_of_the_best(programs):
 
 def test_no_rows_or_no_heads_need_one_program():
     assert tiling.num_splits(0, 5, 132) == tiling.num_splits(5, 0, 132) == 1
+
+
+@pytest.mark.parametrize(
+    ("heads", "size"), [(1, 256), (16, 256), (17, 128), (64, 128), (10**6, 32)]
+)
+def test_pytorch_tiles_shrink_as_heads_grow(heads, size):
+    blocks = tiling.pytorch_blocks(heads)
+    assert (blocks.block_q, blocks.block_kv) == (size, size)
