@@ -11,15 +11,20 @@ import os
 import platform
 import sysconfig
 import tokenize
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
+
+from rich.console import Console
+from rich.progress import track
 
 from data.cache import fingerprint
 from data.errors import DataError, first_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
+
+T = TypeVar("T")
 
 
 class PySource:
@@ -160,7 +165,10 @@ class Hub:
 
         rows = load_dataset(self._where, self.config, split=self.split, streaming=self.streaming)
         if self.streaming:
-            return Dataset.from_list(list(islice(rows, self.max_documents)))
+            first = islice(rows, self.max_documents)
+            return Dataset.from_list(
+                list(progress(first, "Downloading documents", total=self.max_documents))
+            )
         if self.max_documents is not None:
             return rows.select(range(min(self.max_documents, len(rows))))
         return rows
@@ -186,6 +194,22 @@ class Hub:
                 "data.streaming=true reads only the first data.max_documents documents; "
                 "give data.max_documents a number, or set data.streaming=false"
             )
+
+
+def progress(items: Iterable[T], what: str, total: int | None = None) -> Iterable[T]:
+    """The items, with a progress bar on stderr where that is a terminal.
+
+    total: how many there are, where ``len(items)`` does not say.
+    """
+    console = Console(stderr=True)
+    return track(
+        items,
+        description=what,
+        total=total,
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    )
 
 
 def _stats(paths: list[str]) -> list:

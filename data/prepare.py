@@ -2,23 +2,20 @@
 
 import hashlib
 import json
-import logging
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
 from data.cache import build_once, fingerprint
+from data.corpora import progress
 from data.errors import DataError
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-log = logging.getLogger(__name__)
 
 FORMAT = 1  # of the files below; a new number makes every cache be built anew
 SPLIT_SEED = 0  # not the run's seed: runs that differ in seed validate on the same documents
@@ -53,11 +50,11 @@ def prepare(corpus, tokenizer, val_fraction: float, cache_dir: Path) -> Path:
         if len(documents) == 0:
             raise DataError(f"data={corpus.name} has no text; give at least one document with text")
         train, val = split_documents(documents, val_fraction)
-        log.info(
-            "Tokenising %d documents of %s into %s (once)",
-            len(documents),
-            corpus.name,
-            cache_dir,
+        # Printed, not logged: no log setting should make a run that is at work look stuck.
+        print(
+            f"Tokenising {len(documents)} documents of {corpus.name} (once) ...",
+            file=sys.stderr,
+            flush=True,
         )
         tokenizer.fit(texts(train, "Reading for the tokeniser"), folder)
         dtype = "uint16" if tokenizer.vocab_size <= 2**16 else "uint32"
@@ -107,15 +104,7 @@ def _cut(text: str, val_fraction: float) -> tuple["Dataset", "Dataset"]:
 
 def texts(documents: "Dataset", what: str) -> Iterator[str]:
     """The documents' texts, empty ones left out, with a progress bar on a terminal."""
-    console = Console(stderr=True)
-    rows = track(
-        range(0, len(documents), BATCH),
-        description=what,
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )
-    for start in rows:
+    for start in progress(range(0, len(documents), BATCH), what):
         yield from filter(None, documents[start : start + BATCH]["text"])
 
 

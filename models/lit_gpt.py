@@ -43,7 +43,7 @@ class LitGPT(L.LightningModule):
         n_targets = tokens[:, 1:].numel()
         # Weighted by targets, so that a smaller last batch does not count like a whole one.
         # Kept for the callback that reports validations; written by it, not by Lightning too.
-        self.log("val/loss", self.loss(tokens), batch_size=n_targets, logger=False, sync_dist=True)
+        self.log("val/loss", self.loss(tokens), batch_size=n_targets, logger=False)
 
     def configure_optimizers(self) -> dict:
         # The float16 scaler and a fused optimizer together would clip gradients still scaled.

@@ -75,8 +75,8 @@ def build_model(cfg: DictConfig, settings: dict[str, Any], attention: Attention)
 
 
 def build_callbacks(cfg: DictConfig, about: dict[str, Any]) -> list[L.Callback]:
-    """The callbacks of the config; checkpoints will hold ``about``."""
-    callbacks = list(instantiate(cfg.callbacks).values())
+    """The callbacks of the config, null ones left out; checkpoints will hold ``about``."""
+    callbacks = [c for c in instantiate(cfg.callbacks).values() if c is not None]
     for callback in callbacks:
         if isinstance(callback, SaveCheckpoint):
             callback.about = about

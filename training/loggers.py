@@ -70,8 +70,12 @@ def make_loggers(cfg: DictConfig, resumed: Resumed | None) -> list[Logger]:
     loggers: list[Logger] = [CsvLogger(cfg.run_dir, resumed)]
     if cfg.logger.wandb:
         loggers.append(make_wandb(cfg.logger.wandb, cfg.run_dir, resumed))
-    for logger in loggers:
-        logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+    try:
+        for logger in loggers:
+            logger.log_hyperparams(OmegaConf.to_container(cfg, resolve=True))
+    except BaseException:
+        finish(loggers, exit_code=1, summary={})  # nobody else knows of them yet
+        raise
     return loggers
 
 

@@ -168,6 +168,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and (
         "CUBLAS_STATUS_ALLOC_FAILED" in message
         or "CUDA error: out of memory" in message
+        or "Triton Error [CUDA]: out of memory" in message
         or ("DefaultCPUAllocator" in message and "can't allocate memory" in message)
     )
 
@@ -193,6 +194,8 @@ def peaks(device: torch.device) -> dict[str, int]:
 
 
 def _peak_rss() -> int:
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():

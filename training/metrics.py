@@ -20,7 +20,8 @@ class MetricsCallback(L.Callback):
     rows, validations and checkpoints.
 
     Speed leaves out validation, checkpoints and the first ``warmup_steps`` steps of this process
-    (kernels are compiled, the optimizer's state is made). Memory peaks start after these steps.
+    (kernels are compiled, the optimizer's state is made). Memory peaks start anew with the step
+    after these, if there is one; the peaks of a shorter run are those of all its steps.
 
     Args:
         log_every_n_steps: optimizer steps between rows.
@@ -53,6 +54,7 @@ class MetricsCallback(L.Callback):
         self._device = torch.device("cpu")
         self._watch = throughput.Stopwatch(self._device)
         self._steps_here = 0
+        self._measuring = False  # the warm-up is over
         self._timed_tokens = 0  # since the watch's last lap
         self._lr = 0.0
         self._saved: memory.SavedBytes | None = None
@@ -70,8 +72,6 @@ class MetricsCallback(L.Callback):
         self._peak_flops = throughput.peak_flops(
             throughput.device_name(self._device), throughput.product_format(trainer.precision)
         )
-        if self.warmup_steps == 0:
-            self._start_measuring()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -79,6 +79,9 @@ class MetricsCallback(L.Callback):
         if self._saved is None:
             self._count_saved(trainer, pl_module, batch["tokens"])
         if self._steps_here >= self.warmup_steps:
+            if not self._measuring:
+                self._measuring = True
+                memory.reset_peaks(self._device)
             self._watch.start()  # it stands after a validation or a checkpoint
 
     def on_before_optimizer_step(
@@ -141,8 +144,9 @@ class MetricsCallback(L.Callback):
     def summary(self) -> dict[str, int | float | None]:
         """The run in plain numbers; None for what was not measured or is not finite.
 
-        Keys: ``train_loss_first``, ``train_loss_last`` (nats per token), ``tokens_per_s`` and
-        ``mfu`` (medians of the rows), ``peak_allocated_bytes`` and ``peak_reserved_bytes`` (GPU),
+        Keys: ``train_loss_first`` (of step 1) and ``train_loss_last`` (the last row's: the mean of
+        the steps since the row before), both in nats per token, ``tokens_per_s`` and ``mfu``
+        (medians of the rows), ``peak_allocated_bytes`` and ``peak_reserved_bytes`` (GPU),
         ``peak_rss_bytes`` (CPU), ``saved_attention_bytes`` and ``saved_total_bytes`` (of one
         micro-batch), ``steps`` and ``tokens`` (of the whole run, resumes included).
         """
@@ -173,20 +177,14 @@ class MetricsCallback(L.Callback):
     def _end_step(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._steps = trainer.global_step
         self._tokens += self._step_tokens
-        if self._steps_here >= self.warmup_steps:
+        if self._measuring:
             self._timed_tokens += self._step_tokens
         self._row_loss = self._row_loss + self._step_loss
         self._row_steps += 1
         self._step_loss, self._step_tokens = 0.0, 0
         self._steps_here += 1
-        if self._steps_here == self.warmup_steps:
-            self._start_measuring()
         if self._steps == 1 or self._steps % self.log_every_n_steps == 0:
             self._log_row(trainer, pl_module)
-
-    def _start_measuring(self) -> None:
-        self._watch.start()
-        memory.reset_peaks(self._device)
 
     def _log_row(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._last_loss = float(self._row_loss) / self._row_steps

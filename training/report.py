@@ -26,7 +26,7 @@ Row = dict[str, Any]
 Point = tuple[int, float]  # sequence length, bytes
 
 # Of summary.json; they lead the CSV, which also has every other plain value a summary holds.
-_CSV_FIRST = ("folder", "overrides", "status", "attention", "model", "seq_len")
+_CSV_FIRST = ("folder", "overrides", "status", "attention", "model", "seq_len", "tokens_per_step")
 
 
 def read_rows(folders: Iterable[Path | str]) -> list[Row]:
@@ -94,6 +94,7 @@ def _gib(n_bytes: float) -> str:
 # Heading, key of the row, number to text.
 _NUMBERS = (
     ("seq_len", "seq_len", "{:,}".format),
+    ("tokens per step", "tokens_per_step", "{:,}".format),
     ("saved by attention (GiB)", "saved_attention_bytes", _gib),
     ("saved in all (GiB)", "saved_total_bytes", _gib),
     ("peak (GiB)", "peak_bytes", _gib),
@@ -160,17 +161,30 @@ def to_rich(rows: list[Row]) -> Table:
 
 
 def notes(rows: list[Row]) -> list[str]:
-    """Sentences below the table: the longest length of each backend, and what went wrong."""
+    """Sentences below the table: longest lengths, what does not compare, what went wrong."""
     lines = [
         f"longest seq_len that trained with {backend}: {length:,}"
         for backend, length in sorted(longest_lengths(rows).items())
     ]
+    tokens = {row["tokens_per_step"] for row in rows if row.get("tokens_per_step")}
+    if len(tokens) > 1:
+        lines.append(
+            "losses do not compare: tokens per step differ; "
+            f"give global_batch_tokens={_common_step(rows)}"
+        )
     lines += [
         f"run {_run_number(row)} ({row['status']}): {first_line(row['error'])}"
         for row in rows
         if row["status"] != "ok" and row.get("error")
     ]
     return lines
+
+
+def _common_step(rows: list[Row]) -> int:
+    """Tokens that are whole sequences of every length, at least as many as any run's step."""
+    known = [row for row in rows if row.get("tokens_per_step")]
+    unit = math.lcm(*(row["seq_len"] for row in known))
+    return -(-max(row["tokens_per_step"] for row in known) // unit) * unit
 
 
 def first_line(text: str) -> str:
@@ -201,9 +215,11 @@ def plot_memory(rows: list[Row], path: Path) -> None:
         saved = "saved_attention_bytes_per_sequence"
         slope = exponent(_points(ok, saved))
         text = label if slope is None else f"{label}: N^{slope:.2f}"
-        _draw(left, _points(ok, saved), _points(oom, saved), label, text, f"C{index}")
+        missed = f"{label}: out of memory"
+        _draw(left, _points(ok, saved), _points(oom, saved), text, missed, f"C{index}")
         peaks, needed = _points(ok, "peak_bytes"), _points(oom, "saved_total_bytes")
-        _draw(right, peaks, needed, label, label, f"C{index}")
+        missed = f"{label}: would save for backward (out of memory)"
+        _draw(right, peaks, needed, label, missed, f"C{index}")
     on_gpu = any(row.get("peak_allocated_bytes") for row in rows)
     left.set_title("Saved for backward by attention, per sequence")
     right.set_title("Peak allocated on the GPU" if on_gpu else "Peak resident memory (CPU)")
@@ -232,13 +248,13 @@ def _series(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def _draw(
-    axes: "Axes", points: list[Point], crosses: list[Point], label: str, text: str, color: str
+    axes: "Axes", points: list[Point], crosses: list[Point], fitted: str, missed: str, color: str
 ) -> None:
-    """One backend's line, named ``text`` in the legend, and crosses for what did not fit."""
+    """One backend's line and crosses for what did not fit, with their names in the legend."""
     if points:
-        axes.plot(*_in_gib(points), "o-", color=color, label=text)
+        axes.plot(*_in_gib(points), "o-", color=color, label=fitted)
     if crosses:
-        axes.plot(*_in_gib(crosses), "x", color=color, ms=10, label=f"{label}: out of memory")
+        axes.plot(*_in_gib(crosses), "x", color=color, ms=10, label=missed)
 
 
 def _in_gib(points: list[Point]) -> tuple[list[int], list[float]]:

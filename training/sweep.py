@@ -25,6 +25,7 @@ EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 STOP_GRACE_S = 30.0  # for an interrupted job to write its summary
 DRAIN_S = 5.0  # for the last output of a job that has ended
+WINDOWS = sys.platform == "win32"
 
 
 def run_job(hydra_cfg: DictConfig, script: Path = TRAIN_SCRIPT) -> dict[str, Any]:
@@ -103,20 +104,27 @@ def _run(command: list[str], log_file: Path) -> int:
         _stop(process)
         raise
     finally:
-        # Workers that outlived it would hold memory, and the pipe.
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_workers(process)
         copier.join(DRAIN_S)
 
 
 def _stop(process: subprocess.Popen) -> None:
     """Interrupt a process and wait for its end; kill it after a while or a second Ctrl-C."""
-    process.send_signal(signal.SIGINT)
+    if not WINDOWS:  # there the terminal's Ctrl-C has reached it, and no other can be sent
+        process.send_signal(signal.SIGINT)
     try:
         process.wait(STOP_GRACE_S)
     except (subprocess.TimeoutExpired, KeyboardInterrupt):
         process.kill()
         process.wait()
+
+
+def _kill_workers(process: subprocess.Popen) -> None:
+    """End what a process left running: it would hold memory, and the pipe."""
+    if WINDOWS:
+        return  # it has no process groups, and nothing tells whose a worker was
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _copy(output: BinaryIO, log_file: Path) -> None:

@@ -1,9 +1,12 @@
 import json
 import os
 import platform
+from functools import partial
 
 import pytest
+from rich.console import Console
 
+from data import corpora
 from data.corpora import Hub, PySource, TextFiles
 from data.errors import DataError
 
@@ -169,6 +172,16 @@ def test_hub_reads_a_column_of_another_name(local_hub):
 def test_hub_stops_after_max_documents(local_hub, streaming):
     corpus = hub(local_hub, streaming=streaming, max_documents=3)
     assert texts(corpus) == ["document 0", "document 1", "document 2"]
+
+
+def test_a_streaming_download_shows_its_progress_on_a_terminal(local_hub, monkeypatch, capsys):
+    terminal = partial(Console, force_terminal=True, width=80)
+    monkeypatch.setattr(corpora, "Console", terminal)
+    hub(local_hub, streaming=True, max_documents=3).load()
+    shown = capsys.readouterr()
+    assert "Downloading documents" in shown.err
+    assert "100%" in shown.err
+    assert shown.out == ""
 
 
 def test_hub_takes_a_slice_of_a_split(local_hub):

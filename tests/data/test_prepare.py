@@ -103,6 +103,14 @@ def test_empty_documents_leave_no_trace(tmp_path):
     assert sorted(tokens) == [97] * 10 + [98] * 10 + [255] * 20
 
 
+def test_tokenising_is_announced_once_on_stderr(tmp_path, letters, capsys):
+    for _ in range(2):
+        prepare(TextFiles(str(letters / "*.txt")), ByteTokenizer(), 0.1, tmp_path / "cache")
+    shown = capsys.readouterr()
+    assert shown.err == "Tokenising 20 documents of text_files (once) ...\n"
+    assert shown.out == ""
+
+
 def test_a_second_run_reads_no_document(tmp_path, letters, monkeypatch):
     corpus = TextFiles(str(letters / "*.txt"))
     first = prepare(corpus, ByteTokenizer(), 0.1, tmp_path / "cache")

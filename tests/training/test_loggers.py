@@ -1,6 +1,11 @@
-import pytest
+from unittest.mock import Mock
 
-from training.loggers import CsvLogger, wandb_mode
+import pytest
+from lightning.pytorch.loggers import WandbLogger
+from omegaconf import OmegaConf
+
+from training import loggers
+from training.loggers import CsvLogger, make_loggers, wandb_mode
 from training.resume import Resumed
 
 
@@ -39,6 +44,22 @@ def test_a_resumed_file_has_the_rows_up_to_the_checkpoint(tmp_path, same_folder)
 def test_a_resumed_file_without_history_starts_empty(tmp_path):
     CsvLogger(tmp_path / "new", Resumed(tmp_path / "last.ckpt", 2, {}))
     assert read(tmp_path / "new") == ["step"]
+
+
+def test_a_wandb_run_that_does_not_take_the_config_is_finished_as_failed(tmp_path, monkeypatch):
+    class Broken(WandbLogger):
+        experiment = Mock()
+
+        def __init__(self): ...
+
+        def log_hyperparams(self, params):
+            raise OSError("no space left")
+
+    monkeypatch.setattr(loggers, "make_wandb", lambda *args: Broken())
+    cfg = OmegaConf.create({"run_dir": str(tmp_path), "logger": {"wandb": {"project": "x"}}})
+    with pytest.raises(OSError, match="no space left"):
+        make_loggers(cfg, None)
+    Broken.experiment.finish.assert_called_once_with(exit_code=1)
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Bytes saved for backward, against closed forms and real runs; peaks; what counts as OOM."""
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -210,6 +211,7 @@ def test_a_real_allocation_failure_is_out_of_memory():
     [
         torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
         MemoryError(),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
 )
@@ -223,6 +225,7 @@ def test_these_are_out_of_memory(error):
         RuntimeError("CUDA error: an illegal memory access was encountered"),
         RuntimeError("out of resource: shared memory, Required: 262144, Hardware limit: 232448"),
         RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"),
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
         ValueError("DefaultCPUAllocator: can't allocate memory"),
         KeyboardInterrupt(),
     ],
@@ -242,6 +245,14 @@ def test_peak_rss_rises_with_an_allocation_and_falls_after_a_reset():
     gc.collect()
     memory.reset_peaks(device)
     assert memory.peaks(device)["rss"] < with_block - 2**27
+
+
+def test_the_peak_on_windows_is_that_of_the_working_set(monkeypatch):
+    process = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=123))
+    monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="win32"))
+    monkeypatch.setattr(memory, "psutil", SimpleNamespace(Process=lambda: process))
+    memory.reset_peaks(torch.device("cpu"))
+    assert memory.peaks(torch.device("cpu")) == {"rss": 123}
 
 
 @pytest.mark.gpu

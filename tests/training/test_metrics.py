@@ -292,6 +292,13 @@ def test_peaks_start_after_the_warmup_steps(clock, monkeypatch, warmup_steps):
     assert resets == [warmup_steps * ACCUMULATE]
 
 
+def test_peaks_of_a_run_no_longer_than_its_warmup_are_those_of_its_steps(clock, monkeypatch):
+    resets = []
+    monkeypatch.setattr(metrics.memory, "reset_peaks", resets.append)
+    fit(MetricsCallback(warmup_steps=2), Model(clock), 2)
+    assert resets == []
+
+
 def test_a_micro_batch_beyond_ram_is_refused_before_the_first_step(clock, monkeypatch):
     class Ram:
         available = 100

@@ -106,6 +106,48 @@ def test_markdown_shows_gib_and_the_longest_length_of_each_backend(sweep):
     assert "- run 5 (oom): no room" in lines
 
 
+@pytest.fixture
+def steps(make_run):
+    """Rows of runs of the given (sequence length, tokens per step)."""
+
+    def make(*runs):
+        return read_rows(
+            make_run(i, seq_len=n, tokens_per_step=tokens) for i, (n, tokens) in enumerate(runs)
+        )
+
+    return make
+
+
+def test_every_table_shows_the_tokens_per_step(steps):
+    rows = steps((1024, 4096), (8192, 8192))
+    assert "| run | status | attention | seq_len | tokens per step |" in to_markdown(rows)
+    assert "| 1 | ok | naive | 8,192 | 8,192 |" in to_markdown(rows)
+    assert "tokens per step" in [column.header for column in to_rich(rows).columns]
+    assert [row["tokens_per_step"] for row in csv.DictReader(io.StringIO(to_csv(rows)))] == [
+        "4096",
+        "8192",
+    ]
+
+
+def test_steps_of_different_tokens_are_noted_with_the_step_that_makes_them_equal(steps):
+    note = "- losses do not compare: tokens per step differ; give global_batch_tokens=8192"
+    assert note in to_markdown(steps((1024, 4096), (8192, 8192), (2048, 4096))).splitlines()
+
+
+def test_the_step_noted_is_whole_sequences_of_every_length(steps):
+    note = "give global_batch_tokens=6000"  # 5000 holds no whole number of 1500
+    assert note in to_markdown(steps((1500, 4500), (1000, 5000)))
+
+
+def test_steps_of_as_many_tokens_are_not_noted(steps):
+    assert "compare" not in to_markdown(steps((1024, 4096), (2048, 4096)))
+
+
+def test_a_run_that_never_had_a_step_is_not_noted(steps, make_run):
+    rows = [*steps((1024, 4096)), *read_rows([make_run(9, status="crashed", error="gone")])]
+    assert "compare" not in to_markdown(rows)
+
+
 def test_markdown_shows_the_overrides_that_differ_and_escapes_bars(make_run):
     rows = read_rows(
         [make_run(i, [f"optim.lr={i}", "name=a|b", "seed=0"][: 3 - i]) for i in (0, 1)]
@@ -173,7 +215,8 @@ def test_plot_shows_what_one_sequence_saves_with_exponents(sweep, drawn):
 def test_plot_marks_runs_out_of_memory(sweep, drawn):
     saved, peak = drawn(sweep)
     assert saved["naive: out of memory"] == [(4096, 16 * 1024)]
-    assert peak["naive: out of memory"] == [(4096, 5 * 16 * 1024)]  # what it would have saved
+    assert peak["naive: would save for backward (out of memory)"] == [(4096, 5 * 16 * 1024)]
+    assert "naive: out of memory" not in peak
 
 
 def test_plot_shows_the_peak(sweep, drawn):

@@ -16,6 +16,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.types import RunMode
 from omegaconf import OmegaConf
 
+from training import sweep
 from training.sweep import SweepReport, _arguments, run_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -164,6 +165,31 @@ def test_a_killed_jobs_workers_end_with_it(hydra_cfg, script):
             time.sleep(0.01)
 
 
+@pytest.fixture
+def windows(monkeypatch):
+    """What Windows lacks is gone."""
+    monkeypatch.setattr(sweep, "WINDOWS", True)
+    monkeypatch.delattr(os, "killpg")
+    monkeypatch.delattr(signal, "SIGKILL")
+
+
+def test_a_job_runs_where_there_are_no_process_groups(hydra_cfg, script, windows):
+    assert run_job(hydra_cfg("ok"), script)["status"] == "ok"
+
+
+def test_a_job_that_ctrl_c_reached_is_waited_for_where_none_can_be_sent(windows):
+    class Process:
+        def send_signal(self, number):
+            raise ValueError(f"Unsupported signal: {number}")
+
+        def wait(self, timeout=None):
+            self.waited = timeout
+
+    process = Process()
+    sweep._stop(process)
+    assert process.waited == sweep.STOP_GRACE_S
+
+
 def test_the_summary_of_an_earlier_sweep_is_not_taken_for_this_ones(hydra_cfg, script):
     cfg = hydra_cfg("killed")
     folder_of(cfg).mkdir(parents=True)
@@ -238,10 +264,10 @@ def test_a_sweep_ends_with_tables_plot_and_a_printed_table(hydra_cfg, script, ca
     jobs = [hydra_cfg("ok", 0), hydra_cfg("oom", 1)]
     for cfg in jobs:
         run_job(cfg, script)
-    sweep = finish(*map(folder_of, jobs))  # oom is a result: no exit
-    assert (sweep / "sweep.csv").read_text().count("\n") == 3
-    assert "| 1 | oom |" in (sweep / "sweep.md").read_text()
-    assert (sweep / "memory_vs_length.png").exists()
+    folder = finish(*map(folder_of, jobs))  # oom is a result: no exit
+    assert (folder / "sweep.csv").read_text().count("\n") == 3
+    assert "| 1 | oom |" in (folder / "sweep.md").read_text()
+    assert (folder / "memory_vs_length.png").exists()
     assert "run 1 (oom): no room" in capsys.readouterr().out
 
 
@@ -267,8 +293,8 @@ def test_jobs_of_an_earlier_sweep_in_the_same_folder_are_left_out(hydra_cfg, scr
     jobs = [hydra_cfg("ok", 0), hydra_cfg("ok", 1)]
     for cfg in jobs:
         run_job(cfg, script)
-    sweep = finish(folder_of(jobs[1]))
-    assert (sweep / "sweep.csv").read_text().count("\n") == 2
+    folder = finish(folder_of(jobs[1]))
+    assert (folder / "sweep.csv").read_text().count("\n") == 2
 
 
 def test_a_single_run_writes_no_table(tmp_path):
