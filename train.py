@@ -46,9 +46,17 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         batch = plan_batch(cfg.seq_len, cfg.global_batch_tokens, cfg.micro_batch_tokens)
         summary.describe(cfg, hardware, batch)
         resumed = find_checkpoint(cfg)
+        if resumed:
+            summary.start_step = resumed.step
+            if resumed.step >= cfg.max_steps and summary.ended_well:
+                return summary.keep_earlier()
 
         data = build_data(cfg, batch)
-        about = essentials(cfg, data)
+        about = {
+            **essentials(cfg, data),
+            "seq_len": batch.seq_len,
+            "tokens_per_step": batch.tokens_per_step,
+        }
         if resumed:
             check_same_run(resumed, about)
         summary.loggers = loggers = make_loggers(cfg, resumed)

@@ -103,6 +103,9 @@ def rows(folder: Path, key: str) -> list[tuple[int, str]]:
         return [(int(row["step"]), row[key]) for row in csv.DictReader(file) if row.get(key)]
 
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
 def wait_for(condition, seconds: float = 120) -> None:
     end = time.monotonic() + seconds
     while not condition():
@@ -178,10 +181,31 @@ def test_wandb_is_offline_without_a_key_and_holds_metrics_and_config(run, tmp_pa
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     run("logger=default")
     (file,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
+    # W&B's own process writes the file, and may do so after its answer to finish().
+    wait_for(lambda: any(r.HasField("exit") for r in read_wandb(file)))
     records = read_wandb(file)
-    history = [i for r in records if r.HasField("history") for i in r.history.item]
-    keys = {i.key or i.nested_key[0] for i in history}
-    assert {"train/loss", "val/loss", "trainer/global_step"} <= keys
+    history = [
+        {i.key or "/".join(i.nested_key): json.loads(i.value_json) for i in r.history.item}
+        for r in records
+        if r.HasField("history")
+    ]
+    with open(tmp_path / "run" / "metrics.csv", newline="", encoding="utf-8") as file:
+        written = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
+    assert {
+        "train/loss",
+        "train/lr",
+        "train/grad_norm",
+        "throughput/tokens_per_s",
+        "memory/saved_attention_gib",
+        "memory/saved_total_gib",
+        "val/loss",
+    } <= {key for row in written for key in row}
+    for row in written:
+        row["trainer/global_step"] = row.pop("step")
+    for row in history:
+        for key in [key for key in row if key.startswith("_")]:  # W&B's own
+            del row[key]
+    assert history == written
     config = {i.key for r in records if r.HasField("run") for i in r.run.config.update}
     config |= {i.key for r in records if r.HasField("config") for i in r.config.update}
     assert "seq_len" in config
@@ -200,6 +224,8 @@ def read_wandb(file: Path) -> list:
             at += block - at % block
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + header + length > len(data):
+            break  # not written yet
         parts.append(data[at + header : at + header + length])
         at += header + length
         if kind in (1, 4):  # whole, or the last part
@@ -217,12 +243,68 @@ def test_every_choice_composes_and_resolves(choice):
     OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
 
 
+# What makes an experiment small enough for a test; everything else is its own setting.
+EXPERIMENT_SIZES = {
+    "gpt2_small_8k": [
+        "seq_len=64",
+        "global_batch_tokens=128",
+        "micro_batch_tokens=64",
+        "tokenizer.vocab_size=300",
+        "max_steps=3",
+    ],
+    "long_context": ["seq_len=64", "global_batch_tokens=128", "max_steps=11"],
+    "parity": ["seq_len=64", "global_batch_tokens=128", "max_steps=4"],
+}
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_every_experiment_runs_two_steps(run, experiment):
-    size = ["global_batch_tokens=64", "micro_batch_tokens=64", "max_steps=2"]
-    small_vocab = "tokenizer=byte"
-    summary = run(f"experiment={experiment}", small_vocab, *size)
-    assert (summary["status"], summary["steps"]) == ("ok", 2)
+def test_every_experiment_runs_with_its_own_settings(tmp_path, experiment, deterministic_as_before):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    for i in range(4):
+        lines = (f"def f{i}_{j}(x): return x + {i * j}\n" for j in range(200))
+        (corpus / f"{i}.txt").write_text("".join(lines), encoding="utf-8")
+    summary = train.run(
+        compose(
+            f"experiment={experiment}",
+            *EXPERIMENT_SIZES[experiment],
+            "device=cpu",
+            "model.n_layer=1",
+            "model.n_head=2",
+            "model.width=32",
+            "data=text_files",
+            f"data.files='{corpus}/*.txt'",
+            f"data.cache_dir='{tmp_path}/cache'",
+            "logger=csv",
+            "sample.max_new_tokens=8",
+            f"output_dir='{tmp_path}'",
+            f"run_dir='{tmp_path}/run'",
+        )
+    )
+    assert summary["status"] == "ok"
+    rates = [float(lr) for lr in column(tmp_path / "run", "train/lr").values()]
+    if experiment == "gpt2_small_8k":
+        assert summary["precision"] == "bf16-mixed"
+        assert rates == pytest.approx([6e-4 / 51, 6e-4 * 3 / 51])
+        state = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+        assert state["run"]["model"]["vocab_size"] == 320  # of the BPE: bytes would have 256
+    elif experiment == "long_context":
+        assert compose("experiment=long_context", "run_dir=x").seq_len == 4096
+        assert list(column(tmp_path / "run", "val/loss")) == [10, 11]
+    elif experiment == "parity":
+        assert summary["precision"] == "32-true"
+        assert torch.are_deterministic_algorithms_enabled()
+        assert len(rates) == 4  # every step has its row
+    else:
+        raise AssertionError("say here what the experiment is for")
+
+
+@pytest.fixture
+def deterministic_as_before():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(before)
 
 
 def test_every_consumer_has_the_root_seq_len():
@@ -252,20 +334,46 @@ def leaves(node: dict):
     ("change", "sentence"),
     [
         ("seq_len=0", "seq_len=0 is not accepted; give an integer of at least 1"),
+        ("seq_len=-1", "seq_len=-1 is not accepted; give an integer of at least 1"),
         ("model.n_head=3", "model.n_head=3 does not divide model.width=32"),
         ("global_batch_tokens=8", "global_batch_tokens=8 holds no sequence of seq_len=32"),
         ("precision=16-mixed", "precision=16-mixed needs a GPU"),
         ("resume=nowhere", "resume=nowhere holds no checkpoint"),
         ("model.vocab_size=100", "model.vocab_size=100 is smaller than the tokeniser's 256"),
         ("data.files='/nowhere/*.txt'", "data.files="),
+        pytest.param("device=cuda", "device=cuda, but PyTorch sees no CUDA GPU", marks=NO_GPU),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, capsys, change, sentence):
-    summary = run(change)
+    check_refused(run(change), tmp_path, capsys, sentence)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"caf\xe9", "is not UTF-8 (byte 3); convert it"),
+        (b"", "data=text_files has no text; give at least one document with text"),
+    ],
+)
+def test_a_bad_file_is_one_sentence_and_exit_code_2(run, tmp_path, capsys, content, sentence):
+    (tmp_path / "bad.txt").write_bytes(content)
+    summary = run(f"data.files='{tmp_path}/bad.txt'", f"data.cache_dir='{tmp_path}/cache'")
+    check_refused(summary, tmp_path, capsys, sentence)
+    assert not list(tmp_path.glob("cache/**/*.bin*"))
+
+
+def test_a_seq_len_longer_than_the_corpus_is_one_sentence_and_exit_code_2(run, tmp_path, capsys):
+    summary = run("seq_len=1000000", "global_batch_tokens=auto")
+    check_refused(summary, tmp_path, capsys, "seq_len=1000000 is too long for the training split")
+
+
+def check_refused(summary: dict, tmp_path: Path, capsys, sentence: str) -> None:
     assert (summary["status"], summary["exit_code"]) == ("error", 2)
     stderr = capsys.readouterr().err
     assert sentence in stderr
-    assert stderr.count("\n") == 1
+    progress = "Tokenising"  # of the first run on a corpus
+    assert len([line for line in stderr.splitlines() if not line.startswith(progress)]) == 1
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["summary.json"]
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["error"] in stderr
 
 
@@ -336,15 +444,14 @@ LOSSES = ("train/loss", "train/lr", "train/grad_norm", "train/tokens", "val/loss
 
 def test_a_killed_run_goes_on_bit_for_bit(overrides, run, tmp_path, one_thread):
     settings = [
-        "max_steps=24",
+        "optim.max_steps=24",  # the learning rates, however many steps there are
         "model.dropout=0.1",
         "trainer.val_every_n_steps=6",
         "callbacks.checkpoint.every_n_steps=4",
     ]
-    run(*settings, run="whole")
-
     killed = tmp_path / "killed"
-    command = [sys.executable, str(ROOT / "train.py"), *overrides(*settings, run="killed")]
+    endless = overrides(*settings, "max_steps=100000", run="killed")
+    command = [sys.executable, str(ROOT / "train.py"), *endless]
     process = subprocess.Popen(
         [*command, f"hydra.run.dir='{killed}'"],
         cwd=tmp_path,
@@ -358,6 +465,10 @@ def test_a_killed_run_goes_on_bit_for_bit(overrides, run, tmp_path, one_thread):
     assert process.wait() == -signal.SIGKILL
     assert not (killed / "summary.json").exists()
 
+    # Wherever the kill has landed, some steps are left.
+    checkpoint = torch.load(killed / "checkpoints" / "last.ckpt", weights_only=True)
+    settings.append(f"max_steps={checkpoint['global_step'] + 11}")
+    run(*settings, run="whole")
     assert run(*settings, f"resume='{killed}'", run="elsewhere")["status"] == "ok"
     assert run(*settings, "resume=auto", run="killed")["status"] == "ok"
     for folder in ("elsewhere", "killed"):
@@ -408,17 +519,41 @@ def only_first_checkpoint(patch) -> None:
     )
 
 
-def test_a_checkpoint_goes_on_with_another_backend_and_more_steps(run):
-    run("attention=naive", run="first")
-    summary = run("attention=flash_v1", "max_steps=6", "resume=last", run="second")
-    assert (summary["status"], summary["steps"]) == ("ok", 6)
+@pytest.mark.parametrize(("before", "after"), [("naive", "flash_v1"), ("flash_v1", "naive")])
+def test_a_checkpoint_goes_on_with_another_backend_and_more_steps(run, tmp_path, before, after):
+    more = ["max_steps=6", "optim.max_steps=6"]
+    run(f"attention={before}", *more, run="whole")
+    run(f"attention={before}", "optim.max_steps=6", run="first")
+    summary = run(f"attention={after}", *more, "resume=last", run="second")
+    assert (summary["status"], summary["steps"], summary["attention"]) == ("ok", 6, after)
+    for key in ("train/loss", "val/loss"):
+        whole, second = (column(tmp_path / name, key) for name in ("whole", "second"))
+        assert list(second) == list(whole)
+        assert [float(v) for v in second.values()] == pytest.approx(
+            [float(v) for v in whole.values()], rel=1e-4
+        )
 
 
-def test_a_finished_run_with_resume_auto_ends_well(run):
+def test_a_finished_run_with_resume_auto_stays_as_it_is(run, tmp_path, capsys):
     before = run()
-    again = run("resume=auto")
-    assert again["status"] == "ok"
-    assert again["val_loss"] == before["val_loss"]
+    written = files(tmp_path / "run")
+    capsys.readouterr()
+    assert run("resume=auto") == before
+    out = capsys.readouterr().out
+    assert "nothing is left to train" in out
+    assert out.count("\n") == 1
+    assert files(tmp_path / "run") == written
+
+
+def test_a_finished_run_that_then_failed_ends_well_with_resume_auto(run, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("training.sample.sample_text", lambda *_, **__: 1 / 0)
+        assert run()["status"] == "error"
+    assert run("resume=auto")["status"] == "ok"
+
+
+def files(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def test_a_checkpoint_of_another_model_is_refused_with_the_keys(run, capsys):
@@ -429,11 +564,60 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_keys(run, capsys):
     assert "model.n_layer (1 there, 2 here), model.width (32 there, 64 here)" in error
 
 
-def test_a_run_is_not_overwritten(run):
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ("resume=null", "already holds a run"),
+        ("seq_len=0", "seq_len=0 is not accepted"),
+        ("model.width=64", "differs in"),
+    ],
+)
+def test_a_refused_attempt_leaves_the_run_in_its_folder_as_it_is(
+    run, tmp_path, capsys, change, sentence
+):
     run()
-    summary = run()
+    written = files(tmp_path / "run")
+    capsys.readouterr()
+    summary = run("max_steps=6", "resume=auto", change)
     assert summary["exit_code"] == 2
-    assert "already holds a run" in summary["error"]
+    assert sentence in capsys.readouterr().err
+    assert files(tmp_path / "run") == written
+
+
+def test_an_attempt_that_breaks_before_training_writes_no_log_over_a_run(
+    run, tmp_path, monkeypatch, capsys
+):
+    run()
+    written = files(tmp_path / "run")
+    monkeypatch.setattr("training.build.build_model", lambda *_: 1 / 0)
+    summary = run("max_steps=6", "resume=auto")
+    assert (summary["status"], summary["exit_code"]) == ("error", 1)
+    assert "ZeroDivisionError" in capsys.readouterr().err
+    assert files(tmp_path / "run") == written
+
+
+def test_a_resumed_run_that_trained_and_failed_says_so(run, tmp_path, monkeypatch):
+    run()
+    fail_at_validation(monkeypatch, RuntimeError("broke"))
+    run("max_steps=6", "resume=auto")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "error"
+    assert (tmp_path / "run" / "error.log").exists()
+
+
+def test_a_resume_with_another_length_says_so(run, capsys):
+    run(run="first")
+    capsys.readouterr()
+    again = ["max_steps=6", "resume=last"]
+    assert run(*again, "seq_len=16", "global_batch_tokens=512", run="second")["status"] == "ok"
+    out = capsys.readouterr().out
+    assert "seq_len=16 (32 in the checkpoint) and tokens_per_step=512 (256 in the" in out
+
+
+def test_a_resume_with_the_same_lengths_says_nothing_of_them(run, capsys):
+    run(run="first")
+    capsys.readouterr()
+    run("max_steps=6", "resume=last", run="second")
+    assert "in the checkpoint" not in capsys.readouterr().out
 
 
 def test_a_resumed_run_keeps_its_wandb_id(run, tmp_path, monkeypatch):
@@ -459,11 +643,21 @@ def test_a_misspelt_key_is_one_line(tmp_path):
     assert done.stderr == "error: there is no key seqlen; did you mean seq_len?\n"
 
 
+def test_an_unknown_choice_is_one_line_and_leaves_nothing(tmp_path):
+    done = program("attention=nope", "hydra.run.dir=here", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: attention=nope is no choice; give one of flash_v1, naive, sdpa\n"
+    )
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_refused_value_ends_the_program_with_exit_code_2(tmp_path):
     done = program("seq_len=0", "hydra.run.dir=here", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == "error: seq_len=0 is not accepted; give an integer of at least 1\n"
     assert json.loads((tmp_path / "here" / "summary.json").read_text())["status"] == "error"
+    assert {path.name for path in (tmp_path / "here").iterdir()} == {".hydra", "summary.json"}
 
 
 def test_help_names_every_root_key_and_every_choice(tmp_path):

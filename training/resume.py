@@ -47,7 +47,8 @@ def find_checkpoint(cfg: DictConfig) -> Resumed | None:
                 f"max_steps={cfg.max_steps} leaves nothing to train; "
                 f"give more than {resumed.step}"
             )
-        console.print(f"going on from step {resumed.step} of {resumed.path}")
+        if resumed.step < cfg.max_steps:
+            console.print(f"going on from step {resumed.step} of {resumed.path}")
     elif cfg.resume == "auto":
         console.print(f"resume=auto: no checkpoint in {cfg.run_dir} yet, starting anew")
     return resumed
@@ -91,7 +92,8 @@ def read_header(path: Path) -> Resumed:
 def check_same_run(resumed: Resumed, about: dict[str, Any]) -> None:
     """Refuses to go on with a model, tokeniser or optimizer other than the checkpoint's.
 
-    The attention backend may change, and so may seq_len unless positions are learned.
+    The attention backend may change, and so may the tokens of a step, and seq_len unless positions
+    are learned; a line says so, because a resume takes its settings from the command line alone.
 
     Raises:
         ConfigError: names the keys that differ, with both values.
@@ -113,6 +115,13 @@ def check_same_run(resumed: Resumed, about: dict[str, Any]) -> None:
             f"the checkpoint {resumed.path} differs in {', '.join(differing)}; "
             "give the same values, or resume=null"
         )
+    changed = [
+        f"{key}={about[key]} ({resumed.about[key]} in the checkpoint)"
+        for key in ("seq_len", "tokens_per_step")
+        if resumed.about[key] != about[key]
+    ]
+    if changed:
+        console.print(f"note: this run goes on with {' and '.join(changed)}")
 
 
 def _newest(output_dir: Path) -> Path:

@@ -21,6 +21,7 @@ from rich.table import Table
 from data.errors import DataError
 from training import loggers as run_loggers
 from training.batching import BatchPlan
+from training.checkpoint import NAME as CHECKPOINT
 from training.cli import EXIT_BAD_INPUT, explain, full_traceback_wanted
 from training.console import ValidationReport, console
 from training.devices import Hardware
@@ -38,8 +39,15 @@ class RunSummary:
 
     ``values`` is what ``summary.json`` holds: ``status`` (ok, oom, diverged, interrupted or error),
     ``exit_code``, ``error`` (a sentence, or null) and whatever ``update`` was given. At the end the
-    loggers are finished with the exit code, the file is written and the outcome printed; no
+    file is written, the outcome printed and the loggers are finished with the exit code; no
     exception passes.
+
+    An attempt that failed before it trained leaves the summary of the run that the folder already
+    holds as it is.
+
+    Attributes:
+        earlier: the summary of that run; None if the folder holds no checkpoint, or no summary.
+        start_step: the optimizer step the training starts from.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -54,10 +62,17 @@ class RunSummary:
             **_choices(),
             "versions": versions(),
         }
+        self.earlier = self._read_earlier()
+        self.start_step = 0
         self._started = time.monotonic()
 
     def update(self, **values: Any) -> None:
         self.values.update(values)
+
+    @property
+    def ended_well(self) -> bool:
+        """Whether the folder already holds a run that did."""
+        return self.earlier is not None and self.earlier["status"] == "ok"
 
     @property
     def validated_step(self) -> int | None:
@@ -79,11 +94,19 @@ class RunSummary:
             compile=cfg.compile,
         )
 
+    def keep_earlier(self) -> dict[str, Any]:
+        """Ends an attempt with nothing to do: the folder's summary stays, and is returned."""
+        self.values = self.earlier
+        console.print(f"nothing is left to train; {self.run_dir / NAME} stays as it is")
+        return self.values
+
     def __enter__(self) -> "RunSummary":
         self.run_dir.mkdir(parents=True, exist_ok=True)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        if self.values is self.earlier:
+            return False
         status, message, code = outcome(error)
         self.update(
             status=status,
@@ -92,15 +115,26 @@ class RunSummary:
             wall_s=round(time.monotonic() - self._started, 3),
             **self._measured(),
         )
-        try:
-            run_loggers.finish(self.loggers, exit_code=code, summary=numbers(self.values))
+        try:  # the result first: finishing may wait for a network
+            keep = error is not None and self.earlier is not None and not self._trained()
+            if not keep:
+                write_json(self.run_dir / NAME, self.values)
+            if error is None:
+                console.print(table(self.values))
+            else:
+                self._print_ending(status, message, code, error, log=not keep)
         finally:
-            write_json(self.run_dir / NAME, self.values)
-        if error is None:
-            console.print(table(self.values))
-        else:
-            self._print_ending(status, message, code, error)
+            run_loggers.finish(self.loggers, exit_code=code, summary=numbers(self.values))
         return True
+
+    def _read_earlier(self) -> dict[str, Any] | None:
+        file = self.run_dir / NAME
+        if not (file.exists() and (self.run_dir / "checkpoints" / CHECKPOINT).exists()):
+            return None
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def _trained(self) -> bool:
+        return self.values.get("steps", 0) > self.start_step
 
     def _measured(self) -> dict[str, Any]:
         """What the callbacks measured, also of a run that failed on the way."""
@@ -110,11 +144,13 @@ class RunSummary:
                 measured |= callback.summary()
         return measured
 
-    def _print_ending(self, status: str, message: str, code: int, error: BaseException) -> None:
-        if code == 1 and status == "error":
-            log = self.run_dir / "error.log"
-            log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-            message = f"{message}\nThe full traceback is in {log}"
+    def _print_ending(
+        self, status: str, message: str, code: int, error: BaseException, log: bool
+    ) -> None:
+        if log and code == 1 and status == "error":
+            file = self.run_dir / "error.log"
+            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+            message = f"{message}\nThe full traceback is in {file}"
         if full_traceback_wanted():
             traceback.print_exception(error)
         label = {"error": "error", "oom": "out of memory"}.get(status, status)
@@ -137,7 +173,7 @@ def outcome(error: BaseException | None) -> tuple[str, str | None, int]:
     if is_out_of_memory(error):
         return "oom", _first_line(error), EXIT_CODES["oom"]
     if isinstance(error, KeyboardInterrupt | SystemExit):  # Lightning exits on Ctrl-C and SIGTERM
-        sentence = "stopped from outside; `python train.py resume=last` goes on from the checkpoint"
+        sentence = "stopped from outside; the same command with resume=last goes on from there"
         return "interrupted", sentence, EXIT_CODES["interrupted"]
     return "error", f"{type(error).__name__}: {_first_line(error)}", EXIT_CODES["error"]
 
@@ -181,7 +217,10 @@ def _lines(v: dict[str, Any]) -> list[tuple[str, str | None]]:
         return None if v.get(key) is None else form.format(v[key])
 
     def gib(key: str) -> str | None:
-        return None if v.get(key) is None else f"{v[key] / GIB:.3f} GiB"
+        if v.get(key) is None:
+            return None
+        form = ",.3f" if v[key] >= GIB else ".3g"  # a toy model's are far below one
+        return f"{v[key] / GIB:{form}} GiB"
 
     first, last = shown("train_loss_first", "{:.3f}"), shown("train_loss_last", "{:.3f}")
     saved = gib("saved_attention_bytes")

@@ -11,6 +11,8 @@ ABOUT = {
     "model": {"width": 128, "n_layer": 4, "positions": "rotary", "seq_len": 256, "dropout": 0.0},
     "optim": {"lr": 1e-3, "max_steps": 100},
     "tokenizer": "bytes",
+    "seq_len": 256,
+    "tokens_per_step": 4096,
 }
 
 
@@ -131,6 +133,23 @@ def test_another_model_optimizer_or_tokeniser_is_refused(about, names):
 )
 def test_what_may_change_is_accepted(about):
     check(about)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"seq_len": 512}, "note: this run goes on with seq_len=512 (256 in the checkpoint)\n"),
+        (
+            {"seq_len": 512, "tokens_per_step": 8192},
+            "note: this run goes on with seq_len=512 (256 in the checkpoint) "
+            "and tokens_per_step=8192 (4096 in the checkpoint)\n",
+        ),
+        ({}, ""),
+    ],
+)
+def test_other_lengths_are_told(changes, says, capsys):
+    check({**ABOUT, **changes})
+    assert capsys.readouterr().out == says
 
 
 def test_a_table_of_learned_positions_fixes_seq_len():

@@ -1,13 +1,15 @@
+import io
 import json
 
 import pytest
 import torch
 from hydra.errors import InstantiationException
+from rich.console import Console
 
 from data.errors import DataError
 from training import loggers
 from training.errors import ConfigError, DivergedError
-from training.summary import RunSummary, outcome
+from training.summary import RunSummary, outcome, table
 
 
 def wrapped(cause: Exception) -> InstantiationException:
@@ -39,7 +41,7 @@ def test_an_ending_has_status_sentence_and_exit_code(error, expected):
 def test_a_stop_from_outside_is_interrupted(error):
     status, sentence, code = outcome(error)
     assert (status, code) == ("interrupted", 130)
-    assert "resume=last" in sentence
+    assert "the same command with resume=last" in sentence
 
 
 def test_the_file_is_written_when_a_logger_cannot_finish(tmp_path, monkeypatch):
@@ -51,6 +53,31 @@ def test_the_file_is_written_when_a_logger_cannot_finish(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"), summary:
         raise ConfigError("no")
     assert json.loads((tmp_path / "summary.json").read_text())["error"] == "no"
+
+
+def test_the_result_is_written_and_printed_before_the_loggers_finish(tmp_path, monkeypatch, capsys):
+    seen = {}
+
+    def finish(*_, **__):
+        seen["file"] = json.loads((tmp_path / "summary.json").read_text())["status"]
+        seen["printed"] = capsys.readouterr().err
+
+    monkeypatch.setattr(loggers, "finish", finish)
+    with RunSummary(tmp_path):
+        raise DivergedError("nan")
+    assert seen == {"file": "diverged", "printed": "diverged: nan\n"}
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "text"),
+    [(123_456, "0.000115 GiB"), (2**29, "0.5 GiB"), (1536 * 2**30, "1,536.000 GiB")],
+)
+def test_memory_of_any_size_shows_its_digits(n_bytes, text):
+    values = {"n_params": 1, "device_name": "", "precision": "", "tokens_per_step": 1}
+    values |= {"seq_len": 1, "run_dir": ".", "peak_rss_bytes": n_bytes}
+    shown = Console(width=100, record=True, file=io.StringIO())
+    shown.print(table(values))
+    assert text in shown.export_text()
 
 
 def test_a_failed_run_finishes_its_loggers_with_its_exit_code(tmp_path, monkeypatch):
