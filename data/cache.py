@@ -7,6 +7,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from data.errors import DataError
@@ -25,33 +26,46 @@ def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
 
     The temporary folder is renamed when it is whole, so a killed process leaves no half-built
     `folder`. Of several processes that build at once, the first to finish wins and the others take
-    its folder. Raises DataError when the cache cannot be written.
+    its folder. Raises DataError when the cache cannot be written, a full disk included; an OSError
+    of a file elsewhere, which `build` reads, stays as it is.
     """
-    if folder.is_dir():
+    # os.path, because Path.is_dir raises below a folder without permission; mkdir then says why.
+    if os.path.isdir(folder):
         return folder
     temporary = folder.with_name(f"tmp-{folder.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
-    except OSError as error:
-        raise DataError(
-            f"data.cache_dir={str(folder.parent)!r} cannot be written ({error.strerror}); "
-            "give a folder you can write to"
-        ) from error
-    _remove_leftovers(folder)
-    try:
+        _remove_leftovers(folder)
         build(temporary)
         try:
             os.rename(temporary, folder)
         except OSError:  # a folder that is not empty is never replaced: somebody else was first
-            if not folder.is_dir():
+            if not os.path.isdir(folder):
                 raise
+    except OSError as error:
+        if not _is_of(folder.parent, error):
+            raise
+        raise DataError(
+            f"data.cache_dir={str(folder.parent)!r} cannot be written "
+            f"({error.strerror or error}); give a folder you can write to, with enough free space"
+        ) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder
 
 
+def _is_of(cache: Path, error: OSError) -> bool:
+    """Whether the error is of a file in the cache or, as when a write fails, names no file."""
+    if not isinstance(error.filename, str | os.PathLike):
+        return True
+    path, cache = os.path.abspath(error.filename), os.path.abspath(cache)
+    # A parent of the cache counts too: the one that could not be made.
+    return os.path.commonpath([path, cache]) in (path, cache)
+
+
 def _remove_leftovers(folder: Path) -> None:
     """Temporary folders of processes that were killed."""
     for leftover in folder.parent.glob(f"tmp-{folder.name}-*"):
-        if time.time() - leftover.stat().st_mtime > LEFTOVER_AGE:
-            shutil.rmtree(leftover, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another process removed it first
+            if time.time() - leftover.stat().st_mtime > LEFTOVER_AGE:
+                shutil.rmtree(leftover, ignore_errors=True)

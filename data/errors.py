@@ -1,8 +1,15 @@
 """The error of a corpus, tokeniser or length that a run cannot use."""
 
+from pathlib import Path
+
 
 class DataError(ValueError):
     """The message is one sentence: which key, what was given, what is accepted."""
+
+
+def damaged(folder: Path) -> DataError:
+    """The error of a token cache that is not as it was written."""
+    return DataError(f"the token cache {str(folder)!r} is damaged; delete that folder")
 
 
 def first_line(error: Exception) -> str:

@@ -1,19 +1,23 @@
 """The Lightning data module: tokens on disk to micro-batches, at the right place after a resume."""
 
+import hashlib
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
-from data.errors import DataError
+from data.errors import DataError, damaged
 from data.packing import PackedSequences
 from data.prepare import TokenSplit, open_split, prepare
 from data.sampler import EndlessBatches
 
 DEFAULT_CACHE = Path(__file__).resolve().parent.parent / ".cache" / "tokens"
+HASHED = 256 * 2**20  # bytes up to which a token file is read whole to see whether it is intact
+BLOCK = 2**20  # tokens looked at on either end of a larger one
 
 
 class TokenDataModule(LightningDataModule):
@@ -84,9 +88,15 @@ class TokenDataModule(LightningDataModule):
         """Open the token files."""
         self.tokenizer.load(self._folder)
         self.vocab_size = self.tokenizer.vocab_size
-        train, val = open_split(self._folder, "train"), open_split(self._folder, "val")
+        train, val = self._open("train"), self._open("val")
+        if train.n_tokens == val.n_tokens == 0:
+            raise DataError(
+                f"data={self.corpus.name} has no text; give at least one document with text"
+            )
         self._check_length(train, "training")
         self._check_length(val, "validation")
+        if not (_is_intact(train, self.vocab_size) and _is_intact(val, self.vocab_size)):
+            raise damaged(self._folder)
         self.n_train_tokens = train.n_tokens
         self._train_sha256 = train.sha256
         self._train = PackedSequences(train.path, train.dtype, self.seq_len)
@@ -212,10 +222,34 @@ class TokenDataModule(LightningDataModule):
                 f"data.num_workers={workers!r} is not accepted; give an integer of at least 0"
             )
 
+    def _open(self, name: str) -> TokenSplit:
+        try:
+            return open_split(self._folder, name)
+        except DataError:
+            raise
+        except PermissionError as error:
+            raise DataError(
+                f"data.cache_dir={str(self.cache_dir)!r} cannot be read ({error.strerror}: "
+                f"{error.filename!r}); give a folder of your own"
+            ) from error
+        # meta.json is no JSON, holds something else, or a file is missing
+        except (ValueError, LookupError, TypeError, OSError) as error:
+            raise damaged(self._folder) from error
+
     def _check_length(self, split: TokenSplit, name: str) -> None:
         if split.n_tokens <= self.seq_len:
+            longest = split.n_tokens - 1
+            shorter = f"seq_len={longest} or less, " if longest >= 1 else ""
             raise DataError(
                 f"seq_len={self.seq_len} is too long for the {name} split of {split.n_tokens} "
-                f"tokens; give seq_len={max(split.n_tokens - 1, 0)} or less, more text, "
+                f"tokens; give {shorter}more text, "
                 f"or another data.val_fraction (now {self.val_fraction})"
             )
+
+
+def _is_intact(split: TokenSplit, vocab_size: int) -> bool:
+    """Whether the tokens are those that were written; of a large file, whether they can be."""
+    tokens = np.memmap(split.path, split.dtype, mode="r")
+    if tokens.nbytes < HASHED:
+        return hashlib.sha256(tokens).hexdigest() == split.sha256
+    return all(block.max() < vocab_size for block in (tokens[:BLOCK], tokens[-BLOCK:]))

@@ -6,17 +6,19 @@ become usable: `fit(texts, folder)` once for a corpus, `load(folder)` in every l
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import tokenizers
 
 from data.cache import fingerprint
-from data.errors import DataError, first_line
+from data.errors import DataError, damaged, first_line
 
 EOT_TOKEN = "<|endoftext|>"
 FILE = "tokenizer.json"
+STOP_WAIT = 1.0  # seconds an interrupted training has to end by itself
 
 
 class ByteTokenizer:
@@ -50,7 +52,11 @@ class _LibraryTokenizer:
     eot: int
 
     def load(self, folder: Path) -> None:
-        self._use(tokenizers.Tokenizer.from_file(str(Path(folder) / FILE)))
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(Path(folder) / FILE))
+        except Exception as error:  # the library raises a bare Exception for whatever is wrong
+            raise damaged(folder) from error
+        self._use(tokenizer)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -58,6 +64,11 @@ class _LibraryTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([i for i in map(int, ids) if i != self.eot])
+
+    def _save(self, tokenizer: tokenizers.Tokenizer, folder: Path) -> None:
+        # Not by the library, whose error for a full disk is no OSError.
+        (Path(folder) / FILE).write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+        self.load(folder)
 
     def _use(self, tokenizer: tokenizers.Tokenizer) -> None:
         tokenizer.no_truncation()
@@ -107,9 +118,8 @@ class BPETokenizer(_LibraryTokenizer):
             initial_alphabet=byte_level.alphabet(),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(texts, trainer)
-        tokenizer.save(str(Path(folder) / FILE))
-        self.load(folder)
+        _train(tokenizer, trainer, texts)
+        self._save(tokenizer, folder)
 
 
 class PretrainedTokenizer(_LibraryTokenizer):
@@ -129,7 +139,13 @@ class PretrainedTokenizer(_LibraryTokenizer):
                 "e.g. tokenizer.name=gpt2"
             )
         path = self._path()
-        content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        try:
+            content = hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+        except OSError as error:
+            raise DataError(
+                f"tokenizer.name={self.name!r} cannot be read ({error.strerror}); "
+                "give a tokenizer.json you can read, or a Hub name"
+            ) from error
         return fingerprint(
             tokenizer="pretrained", name=self.name, content=content, eot=self.eot_token
         )
@@ -146,8 +162,52 @@ class PretrainedTokenizer(_LibraryTokenizer):
                 f"tokenizer.name={self.name!r} is neither a readable tokenizer.json nor a name "
                 f"that the Hub answers to: {first_line(error)}"
             ) from error
-        tokenizer.save(str(Path(folder) / FILE))
-        self.load(folder)
+        self._save(tokenizer, folder)
 
     def _path(self) -> Path:
         return Path(self.name).expanduser()
+
+
+class _Stopped(Exception):
+    """Ends the library's reading of the texts."""
+
+
+def _train(
+    tokenizer: tokenizers.Tokenizer,
+    trainer: tokenizers.trainers.Trainer,
+    texts: Iterable[str],
+) -> None:
+    """`tokenizer.train_from_iterator` that Ctrl-C stops.
+
+    Python handles signals in its main thread, which the library keeps until all is read and
+    merged (it reads in threads of its own). So it works in another thread here. After an interrupt
+    the reading ends with the next text. Merging cannot be ended: its thread, which touches nothing
+    but its own tokeniser, is left behind and ends with the process.
+    """
+    stopped, finished = threading.Event(), threading.Event()
+    errors = []
+
+    def stoppable() -> Iterator[str]:
+        for text in texts:
+            if stopped.is_set():
+                raise _Stopped
+            yield text
+
+    def work() -> None:
+        try:
+            tokenizer.train_from_iterator(stoppable(), trainer)
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            finished.set()
+
+    threading.Thread(target=work, name="tokenizer-training", daemon=True).start()
+    try:
+        finished.wait()  # not Thread.join, which after an interrupt takes the thread for ended
+    except BaseException:
+        stopped.set()
+        # No thread may ask for the next text while Python shuts down.
+        finished.wait(STOP_WAIT)
+        raise
+    if errors:
+        raise errors[0]

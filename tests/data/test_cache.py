@@ -1,3 +1,4 @@
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -7,6 +8,26 @@ import pytest
 
 from data.cache import build_once, fingerprint
 from data.errors import DataError
+
+
+@pytest.fixture
+def no_permission():
+    """A context in which this process may not enter the folder, even where root runs the tests."""
+
+    @contextlib.contextmanager
+    def enter(folder):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0)
+        was = os.geteuid()
+        if was == 0:
+            os.seteuid(65534)  # nobody
+        try:
+            yield
+        finally:
+            os.seteuid(was)
+            folder.chmod(0o700)
+
+    return enter
 
 
 def write(text):
@@ -71,3 +92,39 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(DataError, match=r"data\.cache_dir='.*file' cannot be written"):
         build_once(tmp_path / "file" / "key", write("x"))
+
+
+def fill_the_disk(folder):
+    (folder / "file").write_text("x")
+    with open("/dev/full", "w") as file:
+        file.write("x")
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(tmp_path):
+    says = rf"data\.cache_dir='{tmp_path}' cannot be written \(No space left on device\)"
+    with pytest.raises(DataError, match=says):
+        build_once(tmp_path / "key", fill_the_disk)
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_file_in_the_cache_that_cannot_be_written_is_the_cache_s_fault(tmp_path):
+    with pytest.raises(DataError, match=r"data\.cache_dir=.* cannot be written"):
+        build_once(tmp_path / "key", lambda folder: (folder / "no" / "file").write_text("x"))
+
+
+def test_a_file_elsewhere_that_cannot_be_read_is_not_the_cache_s_fault(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        build_once(tmp_path / "cache" / "key", lambda _: (tmp_path / "corpus.txt").read_text())
+    assert os.listdir(tmp_path / "cache") == []
+
+
+def test_a_cache_below_a_folder_without_permission_is_named(tmp_path, no_permission):
+    with no_permission(tmp_path / "locked"):
+        says = r"data\.cache_dir='.*cache' cannot be written \(Permission denied\)"
+        with pytest.raises(DataError, match=says):
+            build_once(tmp_path / "locked" / "cache" / "key", write("x"))
+
+
+def test_a_leftover_that_another_process_removes_first_is_no_fault(tmp_path):
+    (tmp_path / "tmp-key-gone").symlink_to(tmp_path / "nothing")  # glob finds it, stat does not
+    assert build_once(tmp_path / "key", write("x")).is_dir()

@@ -1,3 +1,10 @@
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 import tokenizers
@@ -139,3 +146,88 @@ def test_a_file_that_is_no_tokeniser_is_named(tmp_path):
 def test_pretrained_without_a_name_says_so():
     with pytest.raises(DataError, match=r"tokenizer\.name is not set"):
         PretrainedTokenizer(None, "x").fingerprint()
+
+
+def test_a_tokeniser_file_without_permission_is_named(bpe, tmp_path):
+    folder = tmp_path / "locked"
+    folder.mkdir()
+    (folder / "t.json").write_bytes((bpe.folder / "tokenizer.json").read_bytes())
+    folder.chmod(0)
+    was = os.geteuid()
+    if was == 0:
+        os.seteuid(65534)  # nobody: root may read everything
+    says = r"tokenizer\.name='.*t\.json' cannot be read \(Permission denied\)"
+    try:
+        with pytest.raises(DataError, match=says):
+            PretrainedTokenizer(str(folder / "t.json"), "<|endoftext|>").fingerprint()
+    finally:
+        os.seteuid(was)
+        folder.chmod(0o700)
+
+
+def test_a_full_disk_is_an_os_error_that_the_cache_can_name(bpe, tmp_path):
+    (tmp_path / "tokenizer.json").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        PretrainedTokenizer(str(bpe.folder / "tokenizer.json"), "<|endoftext|>").fit([], tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, "", "{}"])
+def test_a_damaged_tokeniser_in_the_cache_is_named(tmp_path, content):
+    if content is not None:
+        (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(DataError, match=rf"the token cache '{tmp_path}' is damaged; delete that"):
+        BPETokenizer(280).load(tmp_path)
+
+
+def test_an_error_while_the_texts_are_read_comes_through(tmp_path):
+    def texts():
+        yield TEXTS[0]
+        raise DataError("data.files: one of them is not UTF-8")
+
+    with pytest.raises(DataError, match="one of them is not UTF-8"):
+        BPETokenizer(280).fit(texts(), tmp_path)
+
+
+# Prints "ready" when the reading has begun or ended, and would then take a minute.
+INTERRUPTED = """
+import random, signal, sys, time
+from data.tokenizers import BPETokenizer
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+
+def texts(phase):
+    letters = random.Random(0)
+    for i in range(400 if phase == "merging" else 10**6):
+        yield " ".join("".join(letters.choices("abcdefgh", k=20)) for _ in range(400))
+        if phase == "reading":
+            time.sleep(0.001)
+            if i == 20:
+                print("ready", flush=True)
+    print("ready", flush=True)
+
+BPETokenizer(200_000).fit(texts(sys.argv[1]), sys.argv[2])
+print("trained")
+"""
+
+
+@pytest.mark.parametrize("phase", ["reading", "merging"])
+def test_an_interrupt_ends_the_training_within_two_seconds(tmp_path, phase):
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, phase, str(tmp_path)],
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.5)  # into the merging
+        process.send_signal(signal.SIGINT)
+        start = time.monotonic()
+        out, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert time.monotonic() - start < 3  # two, and some for a busy machine
+    assert "trained" not in out
+    assert errors.splitlines()[-1] == "KeyboardInterrupt"
+    assert process.returncode == -signal.SIGINT
