@@ -37,7 +37,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     from training.loggers import make_loggers, wandb_id
     from training.resume import check_same_run, find_checkpoint
     from training.sample import print_sample
-    from training.summary import RunSummary
+    from training.summary import RunSummary, announce
 
     quiet()
     with RunSummary(cfg.run_dir) as summary:
@@ -69,6 +69,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         callbacks = build_callbacks(cfg, {**about, "wandb_id": wandb_id(loggers)})
         trainer = build_trainer(cfg, hardware, batch, loggers, callbacks)
         summary.callbacks = callbacks
+        announce(summary.values)
         trainer.fit(model, data, ckpt_path=resumed and resumed.path, weights_only=True)
         if summary.validated_step != trainer.global_step:
             trainer.validate(model, data, verbose=False)

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import time
 import warnings
 
 import lightning as L
@@ -17,7 +18,7 @@ from rich.progress import (
 
 from training.metrics import MetricsCallback
 
-console = Console(highlight=False, soft_wrap=True)
+console = Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def quiet() -> None:
@@ -43,6 +44,17 @@ class ValidationReport(L.Callback):
         self.bits_per_byte: float | None = None
         self.step: int | None = None
 
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module, outputs, batch, batch_idx) -> None:
+        # A sign of life: the first validation may be minutes away.
+        if trainer.global_step == 1 and "train/loss" in latest_row(trainer) and not self._begun:
+            self._begun = True
+            loss, seconds = latest_row(trainer)["train/loss"], time.monotonic() - self._started
+            console.print(f"{_step(trainer, 1)}  train loss {loss:.3f}  {seconds:.1f} s")
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self._started = time.monotonic()
+        self._begun = False
+
     def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self.step = trainer.global_step
         self.loss = float(trainer.callback_metrics["val/loss"])
@@ -58,7 +70,7 @@ class ValidationReport(L.Callback):
         return {"val_loss": self.loss, "bits_per_byte": self.bits_per_byte}
 
     def _line(self, trainer: L.Trainer) -> str:
-        parts = [f"step {self.step:>{len(str(trainer.max_steps))}}/{trainer.max_steps}"]
+        parts = [_step(trainer, self.step)]
         row = latest_row(trainer)
         if "train/loss" in row:
             parts.append(f"train loss {row['train/loss']:.3f}")
@@ -67,6 +79,10 @@ class ValidationReport(L.Callback):
         if "throughput/tokens_per_s" in row:
             parts.append(f"{row['throughput/tokens_per_s']:,.0f} tokens/s")
         return "  ".join(parts)
+
+
+def _step(trainer: L.Trainer, step: int) -> str:
+    return f"step {step:>{len(str(trainer.max_steps))}}/{trainer.max_steps}"
 
 
 class ProgressBar(L.Callback):

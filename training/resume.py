@@ -1,5 +1,6 @@
 """Finds the checkpoint to go on from, and refuses one of another model."""
 
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,6 @@ def find_checkpoint(cfg: DictConfig) -> Resumed | None:
                 f"max_steps={cfg.max_steps} leaves nothing to train; "
                 f"give more than {resumed.step}"
             )
-        if resumed.step < cfg.max_steps:
-            console.print(f"going on from step {resumed.step} of {resumed.path}")
     elif cfg.resume == "auto":
         console.print(f"resume=auto: no checkpoint in {cfg.run_dir} yet, starting anew")
     return resumed
@@ -81,12 +80,19 @@ def _find(resume: str | None, run_dir: Path, output_dir: Path) -> Resumed | None
 def read_header(path: Path) -> Resumed:
     """Reads what the checkpoint says about its run; the tensors stay on disk."""
     try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()  # compares every part with its checksum
         about = torch.load(path, map_location="cpu", weights_only=True, mmap=True)["run"]
-        return Resumed(path, about["step"], about)
+        resumed = Resumed(path, about["step"], about)
+    except OSError as error:
+        raise ConfigError(f"resume: {path} cannot be read ({error.strerror})") from error
     except Exception as error:
         raise ConfigError(
             f"resume: {path} is not a checkpoint of this program ({type(error).__name__})"
         ) from error
+    if damaged:
+        raise ConfigError(f"resume: {path} is damaged (checksum of {damaged}); give another")
+    return resumed
 
 
 def check_same_run(resumed: Resumed, about: dict[str, Any]) -> None:
@@ -120,6 +126,7 @@ def check_same_run(resumed: Resumed, about: dict[str, Any]) -> None:
         for key in ("seq_len", "tokens_per_step")
         if resumed.about[key] != about[key]
     ]
+    console.print(f"going on from step {resumed.step} of {resumed.path}")
     if changed:
         console.print(f"note: this run goes on with {' and '.join(changed)}")
 

@@ -7,6 +7,7 @@ import shlex
 import sys
 import time
 import traceback
+from contextlib import ExitStack, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from training.devices import Hardware
 from training.errors import ConfigError, DivergedError
 from training.memory import is_out_of_memory
 from training.metrics import MetricsCallback
+from training.run_folder import held, replacing, unusable
+from training.signals import sigterm_interrupts
 from training.units import GIB
 
 NAME = "summary.json"
@@ -62,7 +65,8 @@ class RunSummary:
             **_choices(),
             "versions": versions(),
         }
-        self.earlier = self._read_earlier()
+        self.earlier: dict[str, Any] | None = None  # of a run that the folder already holds
+        self._held = ExitStack()
         self.start_step = 0
         self._started = time.monotonic()
 
@@ -101,10 +105,16 @@ class RunSummary:
         return self.values
 
     def __enter__(self) -> "RunSummary":
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._held.enter_context(held(self.run_dir))
+        self.earlier = self._read_earlier()
+        self._held.enter_context(sigterm_interrupts())
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> bool:
+        with self._held:
+            return self._end(error)
+
+    def _end(self, error: BaseException | None) -> bool:
         if self.values is self.earlier:
             return False
         status, message, code = outcome(error)
@@ -118,7 +128,7 @@ class RunSummary:
         try:  # the result first: finishing may wait for a network
             keep = error is not None and self.earlier is not None and not self._trained()
             if not keep:
-                write_json(self.run_dir / NAME, self.values)
+                self._write()
             if error is None:
                 console.print(table(self.values))
             else:
@@ -126,6 +136,12 @@ class RunSummary:
         finally:
             run_loggers.finish(self.loggers, exit_code=code, summary=numbers(self.values))
         return True
+
+    def _write(self) -> None:
+        try:
+            write_json(self.run_dir / NAME, self.values)
+        except OSError as error:  # a full disk must not hide how the run ended
+            print(f"error: {unusable(self.run_dir, error)}", file=sys.stderr)
 
     def _read_earlier(self) -> dict[str, Any] | None:
         file = self.run_dir / NAME
@@ -149,8 +165,11 @@ class RunSummary:
     ) -> None:
         if log and code == 1 and status == "error":
             file = self.run_dir / "error.log"
-            file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-            message = f"{message}\nThe full traceback is in {file}"
+            with suppress(OSError):
+                file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+                message = f"{message}\nThe full traceback is in {file}"
+        if status == "interrupted" and not (self.run_dir / "checkpoints" / CHECKPOINT).exists():
+            message = "stopped from outside, before the first checkpoint"
         if full_traceback_wanted():
             traceback.print_exception(error)
         label = {"error": "error", "oom": "out of memory"}.get(status, status)
@@ -196,9 +215,18 @@ def numbers(values: dict[str, Any]) -> dict[str, Any]:
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
     """Writes the file under a temporary name first, so that it is never half there."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def announce(v: dict[str, Any]) -> None:
+    """What is about to run, in two lines."""
+    console.print(
+        f"{v['attention']}, {v['n_params'] / 1e6:.1f} million parameters, "
+        f"on {v['device_name']} in {v['precision']}: {v['max_steps']:,} steps of "
+        f"{v['tokens_per_step']:,} tokens in sequences of {v['seq_len']:,}"
+    )
+    console.print(f"outputs in {os.path.relpath(v['run_dir'])}")
 
 
 def table(values: dict[str, Any]) -> Table:

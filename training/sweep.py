@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -19,6 +18,7 @@ from rich.console import Console
 
 from training import report
 from training.report import SUMMARY
+from training.signals import sigterm_interrupts
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
 EXIT_FAILED = 1
@@ -46,13 +46,17 @@ def run_job(hydra_cfg: DictConfig, script: Path = TRAIN_SCRIPT) -> dict[str, Any
     """
     folder = Path(hydra_cfg.runtime.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / SUMMARY).unlink(missing_ok=True)  # of an earlier sweep in the same folder
-
     number = hydra_cfg.job.num
     print(f"\n=== job {number}: {' '.join(hydra_cfg.overrides.task)}", flush=True)
+    if (folder / SUMMARY).exists():  # of an earlier sweep in the same folder
+        summary = _read_summary(folder)
+        if summary["status"] == "ok":
+            print(f"=== job {number}: ok already, kept as it is", flush=True)
+            return summary
+        (folder / SUMMARY).unlink()
     command = [sys.executable, str(script), *_arguments(hydra_cfg, folder)]
     try:
-        with _sigterm_interrupts():
+        with sigterm_interrupts():
             return_code = _run(command, folder / "console.log")
     except KeyboardInterrupt:
         print(f"=== job {number} interrupted; the sweep stops here", file=sys.stderr, flush=True)
@@ -134,20 +138,6 @@ def _copy(output: BinaryIO, log_file: Path) -> None:
             sys.stdout.flush()
             log.write(line)
             log.flush()
-
-
-@contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM (a scheduler's or container's stop) acts like Ctrl-C, so that no job is orphaned."""
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _write_crash_summary(hydra_cfg: DictConfig, folder: Path, return_code: int) -> None:

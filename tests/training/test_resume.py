@@ -5,7 +5,7 @@ import torch
 from omegaconf import OmegaConf
 
 from training.errors import ConfigError
-from training.resume import Resumed, check_same_run, find_checkpoint
+from training.resume import Resumed, check_same_run, find_checkpoint, read_header
 
 ABOUT = {
     "model": {"width": 128, "n_layer": 4, "positions": "rotary", "seq_len": 256, "dropout": 0.0},
@@ -149,7 +149,7 @@ def test_what_may_change_is_accepted(about):
 )
 def test_other_lengths_are_told(changes, says, capsys):
     check({**ABOUT, **changes})
-    assert capsys.readouterr().out == says
+    assert capsys.readouterr().out == f"going on from step 5 of last.ckpt\n{says}"
 
 
 def test_a_table_of_learned_positions_fixes_seq_len():
@@ -157,3 +157,15 @@ def test_a_table_of_learned_positions_fixes_seq_len():
     now = changed("model", positions="learned", seq_len=512)
     with pytest.raises(ConfigError, match=r"model\.seq_len"):
         check(now, was)
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "last.ckpt"
+    torch.save({"run": {"step": 1}, "state_dict": {"w": torch.ones(1000)}}, path)
+    assert read_header(path).step == 1
+    data = bytearray(path.read_bytes())
+    at = data.index(torch.ones(1000).numpy().tobytes())
+    data[at + 100] ^= 1  # one bit of the weights
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_header(path)

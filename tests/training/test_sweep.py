@@ -193,8 +193,16 @@ def test_a_job_that_ctrl_c_reached_is_waited_for_where_none_can_be_sent(windows)
 def test_the_summary_of_an_earlier_sweep_is_not_taken_for_this_ones(hydra_cfg, script):
     cfg = hydra_cfg("killed")
     folder_of(cfg).mkdir(parents=True)
-    (folder_of(cfg) / "summary.json").write_text('{"status": "ok"}')
+    (folder_of(cfg) / "summary.json").write_text('{"status": "error"}')
     assert run_job(cfg, script)["status"] == "crashed"
+
+
+def test_a_job_that_an_earlier_sweep_finished_is_kept(hydra_cfg, script):
+    cfg = hydra_cfg("killed")
+    folder_of(cfg).mkdir(parents=True)
+    (folder_of(cfg) / "summary.json").write_text('{"status": "ok", "val_loss": 1.5}')
+    assert run_job(cfg, script) == {"status": "ok", "val_loss": 1.5}
+    assert not (folder_of(cfg) / "console.log").exists()
 
 
 def start_in_background(hydra_cfg, script, tmp_path, act: str) -> tuple[subprocess.Popen, Path]:
