@@ -3,12 +3,16 @@
 import difflib
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import ChoiceSweep, Glob, Override, QuotedString
 from hydra.errors import (
     ConfigCompositionException,
     HydraException,
@@ -26,6 +30,7 @@ from omegaconf.errors import (
 )
 
 from training.errors import ConfigError
+from training.run_folder import unusable
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 EXIT_BAD_INPUT = 2
@@ -47,16 +52,120 @@ def launch(main: Callable[[], object]) -> None:
     if not full_traceback_wanted():
         os.environ.update({TRACEBACK: "1", OURS: "1"})
     try:
+        check_overrides(sys.argv[1:])
         main()
     except (HydraException, OmegaConfBaseException, ConfigError) as error:
         if full_traceback_wanted():
             raise
         fail(explain(error))
+    except OSError as error:  # Hydra makes the run folder, and writes its config there
+        if full_traceback_wanted():
+            raise
+        fail(unusable(error.filename, error))
 
 
 def fail(message: str, code: int = EXIT_BAD_INPUT) -> None:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(code)
+
+
+# --- what Hydra would take, or refuse with a traceback -----------------------------------------
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """Refuses choices that are no name, keys that the configs lack, and keys taken away.
+
+    Hydra adds any key that has a ``+``. Here only a part of the user's own may have more keys than
+    the configs (``+attention.window=64`` beside ``attention._target_=...``), and so may config
+    files of the user's own; only callbacks may be taken away.
+
+    Raises:
+        ConfigError: for the first of them.
+    """
+    overrides = _parsed(arguments)
+    for override in overrides:
+        key = override.key_or_group
+        if not key:
+            raise ConfigError(f"{override.input_line} names no key; give key=value")
+        if override.is_delete():
+            _check_deletion(key)
+        elif _is_group(key) and override.package is None:
+            _check_choice(override)
+    if not any(re.match(r"--config-dir|-cd|\+*hydra\.searchpath", a) for a in arguments):
+        _check_additions(overrides)
+
+
+def _parsed(arguments: list[str]) -> list[Override]:
+    """The overrides among the arguments; Hydra itself refuses those that cannot be read."""
+    parser = OverridesParser.create()
+    overrides = []
+    for argument in arguments:
+        try:
+            overrides.append(parser.parse_override(argument))
+        except HydraException:  # also an option like -m, or its value
+            continue
+    return overrides
+
+
+def _given_keys(override: Override) -> Iterator[str]:
+    """The keys an override sets: those inside of ``key={a: 1}`` too."""
+    key, value = override.package or override.key_or_group, override.value()
+    yield key
+    if isinstance(value, dict):
+        yield from _dotted(OmegaConf.create(value), f"{key}.")
+
+
+def _root(key: str) -> str:
+    return re.split(r"[./@]", key)[0]
+
+
+def _is_group(key: str) -> bool:
+    return key.startswith("hydra/") or (CONFIGS / key).is_dir()
+
+
+def _check_choice(override: Override) -> None:
+    group, value = override.key_or_group, override.value()
+    if isinstance(value, Glob):
+        return
+    typed = override.input_line.split("=", 1)[1]
+    swept = isinstance(value, ChoiceSweep)
+    for choice in value.list if swept else [value]:
+        if not isinstance(choice, str | QuotedString) or choice == "":
+            listed = _choices(group)
+            accepted = f"one of {', '.join(listed)}" if listed else "a name"
+            text = shown(choice) if swept else typed
+            raise ConfigError(f"{group}={text} is no choice; give {accepted}")
+
+
+def _check_deletion(key: str) -> None:
+    if _root(key) != "hydra" and not re.fullmatch(r"callbacks\.\w+", key):
+        raise ConfigError(
+            f"~{key} takes away what a run needs; "
+            "give an entry of callbacks, like ~callbacks.progress, or leave it out"
+        )
+
+
+def _check_additions(overrides: list[Override]) -> None:
+    own = {_root(k) for o in overrides for k in _given_keys(o) if k.endswith("._target_")}
+    adding = [
+        override
+        for override in overrides
+        if (override.is_add() or override.is_force_add() or isinstance(override.value(), dict))
+        and _root(override.key_or_group) not in own | {"hydra"}
+        and not (_is_group(override.key_or_group) and override.package is None)
+    ]
+    known = _known_keys() if adding else []  # composes the config: a third of a second
+    for override in adding:
+        for key in _given_keys(override):
+            if key not in known:
+                raise ConfigError(unknown_key(key))
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml") if file.stem != "base")
+
+
+# --- errors in one sentence --------------------------------------------------------------------
 
 
 def explain(error: Exception) -> str:
@@ -68,18 +177,48 @@ def explain(error: Exception) -> str:
         return explain_value(error)
     if match := re.match(r"Could not override '(.+?)'", text):
         return unknown_key(match.group(1).split("@")[0])
-    choices = r"Could not find '(.+)/(.+?)'\s+Available options in .+?:\n((?:\t.+\n?)*)"
+    choices = r"Could not find '(.+)/(.*?)'\s+Available options in .+?:\n((?:\t.+\n?)*)"
     if match := re.search(choices, text):
         group, choice, known = match.groups()
         listed = ", ".join(name for name in known.split() if name != "base")
         return f"{group}={choice} is no choice; give one of {listed}"
     if isinstance(error, OverrideParseException):
-        problem = one_line(text).split(" See https", 1)[0]
-        return f"{error.override} is not key=value as Hydra reads it ({problem})"
+        return _explain_unreadable(error.override)
+    if match := re.match(
+        r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'( |\n|$)", text
+    ):
+        key, value = match.group(1).split("=", 1)
+        return (
+            f"{key}={value} gives several values; add -m for a run of each, "
+            f"write {key}=[{value}] for a list, or quote a text: {_quoted(key, value)}"
+        )
     cause = error.__cause__
     if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
         return explain_value(cause)
     return one_line(text)
+
+
+def _explain_unreadable(override: str) -> str:
+    if match := re.fullmatch(r"([+~]{0,2}[\w./@-]+)=(.*)", override, re.DOTALL):
+        key, value = match.groups()
+        hint = f"quote the value: {_quoted(key, value)}"
+    else:
+        hint = "give key=value"
+    return f"{one_line(override)} is not key=value as Hydra reads it; {hint}"
+
+
+def _quoted(key: str, value: str) -> str:
+    """An argument as typed in a shell, in quotes of Hydra's and of the shell's."""
+    value = value.replace("'", "\\'")
+    argument = f"{key}='{value}'"
+    return shlex.quote(argument) if re.search(r'["$`!]', argument) else f'"{argument}"'
+
+
+def shown(value: Any) -> str:
+    """A value as one types it on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if type(value) is bool else str(value)
 
 
 def explain_value(error: OmegaConfBaseException) -> str:
@@ -165,8 +304,7 @@ def config_groups() -> str:
     groups = sorted(path for path in CONFIGS.iterdir() if path.is_dir() and path.name != "hydra")
     lines = []
     for group in groups:
-        choices = sorted(file.stem for file in group.glob("*.yaml") if file.stem != "base")
-        lines.append(f"  {group.name:<12}{', '.join(choices)}")
+        lines.append(f"  {group.name:<12}{', '.join(_choices(group.name))}")
     return "\n".join(lines)
 
 

@@ -1,3 +1,5 @@
+import shlex
+
 import hydra
 import pytest
 from hydra.core.global_hydra import GlobalHydra
@@ -5,15 +7,18 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from training import cli
+from training.errors import ConfigError
+
+
+def composed(*overrides: str):
+    GlobalHydra.instance().clear()
+    with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
+        return hydra.compose("train", list(overrides))
 
 
 def error_of(*overrides: str) -> Exception:
-    GlobalHydra.instance().clear()
-    with (
-        hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"),
-        pytest.raises(HydraException) as caught,
-    ):
-        hydra.compose("train", list(overrides))
+    with pytest.raises(HydraException) as caught:
+        composed(*overrides)
     return caught.value
 
 
@@ -28,6 +33,11 @@ def error_of(*overrides: str) -> Exception:
         ("qqqq=1", "there is no key qqqq; `python train.py --help` lists the keys"),
         ("attention=nope", "attention=nope is no choice; give one of flash_v1, naive, sdpa"),
         ("data=nope", "data=nope is no choice; give one of hub, pysource, text_files"),
+        (
+            "optim.betas=0.9,0.95",
+            "optim.betas=0.9,0.95 gives several values; add -m for a run of each, write "
+            "optim.betas=[0.9,0.95] for a list, or quote a text: \"optim.betas='0.9,0.95'\"",
+        ),
     ],
 )
 def test_a_wrong_command_line_is_explained(override, sentence, monkeypatch):
@@ -35,8 +45,90 @@ def test_a_wrong_command_line_is_explained(override, sentence, monkeypatch):
     assert cli.explain(error_of(override)) == sentence
 
 
-def test_an_unreadable_override_is_one_line():
-    assert cli.explain(error_of("max_steps=[1")).startswith("max_steps=[1 is not key=value")
+@pytest.mark.parametrize(
+    ("override", "argument"),
+    [
+        ("resume=/tmp/a=b", "\"resume='/tmp/a=b'\""),
+        ("sample.prompt=a=b", "\"sample.prompt='a=b'\""),
+        ("sample.prompt=a[b", "\"sample.prompt='a[b'\""),
+        ("sample.prompt=it's", "\"sample.prompt='it\\'s'\""),
+        ('sample.prompt="$', "'sample.prompt='\"'\"'\"$'\"'\"''"),
+    ],
+)
+def test_an_unreadable_override_is_shown_in_quotes(override, argument):
+    told = cli.explain(error_of(override))
+    if '"$' not in override:
+        hint = f"quote the value: {argument}"
+        assert told == f"{override} is not key=value as Hydra reads it; {hint}"
+    typed = shlex.split(told.split("quote the value: ")[1])  # as a shell hands it on
+    assert len(typed) == 1
+    key, value = override.split("=", 1)
+    assert OmegaConf.select(composed(*typed), key) == value
+
+
+def test_an_override_without_a_value_is_explained():
+    told = cli.explain(error_of("max_steps"))
+    assert told == "max_steps is not key=value as Hydra reads it; give key=value"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["attention=null"], "attention=null is no choice; give one of flash_v1, naive, sdpa"),
+        (["data=5"], "data=5 is no choice; give one of hub, pysource, text_files"),
+        (["tokenizer=true"], "tokenizer=true is no choice; give one of bpe, byte, pretrained"),
+        (["attention="], "attention= is no choice; give one of flash_v1, naive, sdpa"),
+        (["attention=[naive,sdpa]"], "attention=[naive,sdpa] is no choice; give one of flash_v1"),
+        (["attention={a: 1}"], "attention={a: 1} is no choice; give one of flash_v1"),
+        (["-m", "attention=naive,null"], "attention=null is no choice; give one of flash_v1"),
+        (["hydra/launcher=5"], "hydra/launcher=5 is no choice; give a name"),
+        (["=5"], "=5 names no key; give key=value"),
+        (["~model"], "~model takes away what a run needs"),
+        (["~sample.prompt"], "~sample.prompt takes away what a run needs"),
+        (["+seqlen=5"], "there is no key seqlen; did you mean seq_len?"),
+        (["-m", "+seqlen=5,6"], "there is no key seqlen; did you mean seq_len?"),
+        (["++nope.x=1"], "there is no key nope.x; `python train.py --help` lists the keys"),
+        (["++optim.lrr=1"], "there is no key optim.lrr; did you mean optim.lr?"),
+        (["++sample={temprature: 1}"], "there is no key sample.temprature; did you mean sample.te"),
+        (["seq_len={b: 1}"], "there is no key seq_len.b; did you mean seq_len?"),
+        (["+model@extra=tiny"], "there is no key extra"),
+        (["++data.path=x"], "there is no key data.path"),
+    ],
+)
+def test_what_hydra_would_take_is_refused(arguments, sentence, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    with pytest.raises(ConfigError) as caught:
+        cli.check_overrides(arguments)
+    assert str(caught.value).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["-m", "attention=naive,'sdpa'", "model=glob(gpt2*)", "--cfg", "job"],
+        ["++seq_len=5"],
+        ["++sample={temperature: 1}"],
+        ["data=hub", "++data.path=x"],
+        ["attention._target_=my.Attention", "+attention.window=64"],
+        ["+callbacks.mine={_target_: my.Callback, n: 1}"],
+        ["~callbacks.progress"],
+        ["--config-dir=mine", "+mine=x"],
+        ["+hydra.job.env_set.A=1", "hydra/launcher=basic", "hydra.run.dir='a=b'"],
+    ],
+)
+def test_what_a_run_can_use_is_not_refused(arguments, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", *arguments])
+    cli.check_overrides(arguments)
+
+
+def test_launch_refuses_such_an_override_before_hydra_sees_it(monkeypatch, capsys):
+    monkeypatch.setenv(cli.OURS, "1")
+    monkeypatch.setenv(cli.TRACEBACK, "1")
+    monkeypatch.setattr("sys.argv", ["train.py", "model=null"])
+    with pytest.raises(SystemExit) as caught:
+        cli.launch(lambda: pytest.fail("called"))
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("error: model=null is no choice; give one of gpt2")
 
 
 def test_suggestions_know_the_choices_made(monkeypatch):
