@@ -23,7 +23,7 @@ class BatchPlan:
         return self.sequences_per_step * self.seq_len
 
 
-AUTO_TOKENS = 4096  # small steps: a short run on a CPU needs many of them to learn anything
+AUTO_TOKENS = 2048  # small steps: a short run on a CPU needs many of them to learn anything
 
 
 def plan_batch(

@@ -30,6 +30,6 @@ def test_a_step_without_a_whole_sequence_is_refused():
         plan_batch(32768, 16384, 16384)
 
 
-@pytest.mark.parametrize(("seq_len", "sequences"), [(256, 16), (1024, 4), (4096, 1), (16384, 1)])
-def test_auto_is_4096_tokens_or_one_sequence(seq_len, sequences):
+@pytest.mark.parametrize(("seq_len", "sequences"), [(256, 8), (1024, 2), (2048, 1), (16384, 1)])
+def test_auto_is_2048_tokens_or_one_sequence(seq_len, sequences):
     assert plan_batch(seq_len, "auto", 16384).sequences_per_step == sequences
