@@ -6,6 +6,8 @@ Br (block_q) rows of Q and Bc (block_kv) rows of K and V are on the chip at one 
 import math
 from dataclasses import dataclass, replace
 
+BLOCK_SIZES = (16, 32, 64, 128, 256)  # that a user may set
+
 
 @dataclass(frozen=True)
 class Blocks:

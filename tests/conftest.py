@@ -7,6 +7,7 @@ runs the PyTorch tiles, as a user's CPU run does.
 
 import os
 
+import pytest
 import torch
 
 if not torch.cuda.is_available():
@@ -17,3 +18,10 @@ if not torch.cuda.is_available():
 
 # Two threads are what the suite is timed for; more only make small tensors slower.
 torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def no_full_tracebacks(monkeypatch):
+    """The command line's launch() sets these for its process; a test must not pass them on."""
+    for name in ("HYDRA_FULL_ERROR", "TRAIN_SET_HYDRA_FULL_ERROR"):
+        monkeypatch.delenv(name, raising=False)

@@ -12,12 +12,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from flash_attention.checks import MAX_HEAD_DIM
+from flash_attention.tiling import BLOCK_SIZES
 from training.cli import explain_value, shown
 from training.devices import DEVICES, PRECISIONS
 from training.errors import ConfigError
 
-MAX_HEAD_DIM = 256  # of the FlashAttention kernels
-BLOCKS = (16, 32, 64, 128, 256)  # rows of their tiles
 MAX_STEPS = 10**12  # times the micro-batches of a step, it must stay a 64-bit count
 WANDB_MODES = ("online", "offline", "disabled")
 
@@ -62,7 +62,7 @@ SEED = Rule(  # what NumPy and PyTorch both take
 )
 STEPS = Rule(lambda v: type(v) is int and 1 <= v <= MAX_STEPS, f"an integer from 1 to {MAX_STEPS}")
 BLOCK = Rule(
-    lambda v: type(v) is int and v in BLOCKS, f"one of {', '.join(str(block) for block in BLOCKS)}"
+    lambda v: type(v) is int and v in BLOCK_SIZES, f"one of {', '.join(map(str, BLOCK_SIZES))}"
 )
 TEXT = Rule(lambda v: type(v) is str, "a text")
 WORD = Rule(lambda v: type(v) is str and v != "", "a text that is not empty")

@@ -132,7 +132,7 @@ def _check_knobs(q_splits: int | str, block_q: int | None, block_kv: int | None)
     if q_splits != "auto" and not (isinstance(q_splits, int) and q_splits >= 1):
         raise ValueError(f"q_splits must be 'auto' or an integer of at least 1; got {q_splits!r}")
     for name, block in (("block_q", block_q), ("block_kv", block_kv)):
-        if block is not None and block not in (16, 32, 64, 128, 256):
+        if block is not None and block not in tiling.BLOCK_SIZES:
             raise ValueError(f"{name} must be 16, 32, 64, 128 or 256; got {block!r}")
 
 
