@@ -205,6 +205,7 @@ def plot_memory(rows: list[Row], path: Path) -> None:
     # Imported here: every run loads this module, few draw.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator
 
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
@@ -228,12 +229,24 @@ def plot_memory(rows: list[Row], path: Path) -> None:
         axes.set(xscale="log", yscale="log", xlabel="N: sequence length (tokens)", ylabel="GiB")
         axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
         axes.minorticks_off()
+        # Memory often spans less than a decade: ticks at powers of 10 alone would leave it bare.
+        axes.set_ylim(*_whole_steps(axes.get_ylim()))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
     temporary = path.with_name(f".{path.name}.tmp")
     figure.savefig(temporary, format="png", dpi=130)
     os.replace(temporary, path)
+
+
+def _whole_steps(limits: tuple[float, float]) -> tuple[float, float]:
+    """The limits widened to 1, 2 or 5 times a power of 10."""
+    steps = [d * 10.0**e for e in range(-12, 13) for d in (1, 2, 5)]
+    low = max((step for step in steps if step <= limits[0]), default=limits[0])
+    high = min((step for step in steps if step >= limits[1]), default=limits[1])
+    return low, high
 
 
 def _series(rows: list[Row]) -> dict[str, list[Row]]:

@@ -241,3 +241,11 @@ def test_a_file_is_never_half_written(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         report.write_text(path, "new \ud800")
     assert path.read_text() == "old"
+
+
+@pytest.mark.parametrize(
+    ("limits", "widened"),
+    [((0.63, 0.95), (0.5, 1)), ((2, 50), (2, 50)), ((0.0011, 7), (0.001, 10))],
+)
+def test_the_memory_axis_ends_at_labelled_steps(limits, widened):
+    assert report._whole_steps(limits) == pytest.approx(widened)
