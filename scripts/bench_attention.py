@@ -11,7 +11,6 @@ causal, a backward 2.5 times as many, whatever a backend really spends.
 
 import argparse
 import csv
-import os
 import statistics
 import sys
 import time
@@ -29,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import flash_attention_v1, naive_attention
 from scripts.attention_peers import peers
+from training.run_folder import replacing
 from training.throughput import device_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -249,15 +249,15 @@ def write(rows: list[Row], path: Path, device: torch.device) -> None:
     """PATH.csv and PATH.png, each under a temporary name first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     about = {"device": device_name(device), "torch": torch.__version__}
-    partial = path.with_suffix(".csv.partial")
-    with open(partial, "w", newline="", encoding="utf-8") as file:
+    with (
+        replacing(path.with_suffix(".csv")) as partial,
+        open(partial, "w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
         writer.writeheader()
         writer.writerows(asdict(row) | about for row in rows)
-    os.replace(partial, path.with_suffix(".csv"))
-    partial = path.with_suffix(".png.partial")
-    plot(rows, partial, device_name(device))
-    os.replace(partial, path.with_suffix(".png"))
+    with replacing(path.with_suffix(".png")) as partial:
+        plot(rows, partial, device_name(device))
 
 
 def plot(rows: list[Row], path: Path, title: str) -> None:

@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from training.console import console
 from training.resume import Resumed
+from training.run_folder import replacing
 
 CSV_NAME = "metrics.csv"
 CONNECT_SECONDS = 30
@@ -57,12 +58,13 @@ class CsvLogger(Logger):
 
     def _rewrite(self, rows: list[dict[str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(f"{CSV_NAME}.partial")
-        with open(partial, "w", newline="", encoding="utf-8") as file:
+        with (
+            replacing(self.path) as partial,
+            open(partial, "w", newline="", encoding="utf-8") as file,
+        ):
             writer = csv.DictWriter(file, self._columns, restval="")
             writer.writeheader()
             writer.writerows(rows)
-        os.replace(partial, self.path)
 
 
 def make_loggers(cfg: DictConfig, resumed: Resumed | None) -> list[Logger]:

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import math
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +13,8 @@ from omegaconf import OmegaConf
 from rich.table import Table
 from rich.text import Text
 
-from training.units import GIB
+from training.run_folder import replacing
+from training.units import GIB, in_gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,18 +86,13 @@ def to_csv(rows: list[Row]) -> str:
     return text.getvalue()
 
 
-def _gib(n_bytes: float) -> str:
-    """Three digits that mean something, for toy models and for large ones."""
-    return f"{n_bytes / GIB:,.3f}" if n_bytes >= GIB else f"{n_bytes / GIB:.3g}"
-
-
 # Heading, key of the row, number to text.
 _NUMBERS = (
     ("seq_len", "seq_len", "{:,}".format),
     ("tokens per step", "tokens_per_step", "{:,}".format),
-    ("saved by attention (GiB)", "saved_attention_bytes", _gib),
-    ("saved in all (GiB)", "saved_total_bytes", _gib),
-    ("peak (GiB)", "peak_bytes", _gib),
+    ("saved by attention (GiB)", "saved_attention_bytes", in_gib),
+    ("saved in all (GiB)", "saved_total_bytes", in_gib),
+    ("peak (GiB)", "peak_bytes", in_gib),
     ("tokens/s", "tokens_per_s", "{:,.0f}".format),
     ("MFU", "mfu", "{:.1%}".format),
     ("train loss", "train_loss_last", "{:.4f}".format),
@@ -236,9 +231,8 @@ def plot_memory(rows: list[Row], path: Path) -> None:
         axes.grid(alpha=0.3)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
-    temporary = path.with_name(f".{path.name}.tmp")
-    figure.savefig(temporary, format="png", dpi=130)
-    os.replace(temporary, path)
+    with replacing(path) as partial:
+        figure.savefig(partial, format="png", dpi=130)
 
 
 def _whole_steps(limits: tuple[float, float]) -> tuple[float, float]:
@@ -296,6 +290,5 @@ def exponent(points: list[Point]) -> float | None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file at once: a reader never sees half of it."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    os.replace(temporary, path)
+    with replacing(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -31,7 +31,7 @@ from training.memory import is_out_of_memory
 from training.metrics import MetricsCallback
 from training.run_folder import held, replacing, unusable
 from training.signals import sigterm_interrupts
-from training.units import GIB
+from training.units import in_gib
 
 NAME = "summary.json"
 EXIT_CODES = {"ok": 0, "error": 1, "diverged": 1, "oom": 3, "interrupted": 130}
@@ -245,10 +245,7 @@ def _lines(v: dict[str, Any]) -> list[tuple[str, str | None]]:
         return None if v.get(key) is None else form.format(v[key])
 
     def gib(key: str) -> str | None:
-        if v.get(key) is None:
-            return None
-        form = ",.3f" if v[key] >= GIB else ".3g"  # a toy model's are far below one
-        return f"{v[key] / GIB:{form}} GiB"
+        return None if v.get(key) is None else f"{in_gib(v[key])} GiB"
 
     first, last = shown("train_loss_first", "{:.3f}"), shown("train_loss_last", "{:.3f}")
     saved = gib("saved_attention_bytes")

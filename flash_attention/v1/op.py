@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.library import custom_op
 
 from flash_attention import checks, dropout, launch, tiling
 from flash_attention.base import Attention
@@ -136,7 +137,7 @@ def _check_knobs(q_splits: int | str, block_q: int | None, block_kv: int | None)
             raise ValueError(f"{name} must be 16, 32, 64, 128 or 256; got {block!r}")
 
 
-@torch.library.custom_op("flash_attention::v1_forward", mutates_args=())
+@custom_op("flash_attention::v1_forward", mutates_args=())
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -175,7 +176,7 @@ def _forward(
     return launch.rounded(o, q), m, l
 
 
-@torch.library.custom_op("flash_attention::v1_backward", mutates_args=())
+@custom_op("flash_attention::v1_backward", mutates_args=())
 def _backward(
     do: Tensor,
     q: Tensor,

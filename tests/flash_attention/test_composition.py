@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
 
 from flash_attention import FlashAttentionV1, flash_attention_v1
 from flash_attention.dropout import draw_seed
@@ -23,7 +24,7 @@ def test_opcheck_finds_nothing(where, dtype, dropout_p):
     seed = draw_seed(q.device) if dropout_p else None
     for segments in (None, segment_ids):
         arguments = (q, k, v, segments, seed, True, 0.25, dropout_p, True, None, None, None)
-        torch.library.opcheck(torch.ops.flash_attention.v1_forward.default, arguments)
+        opcheck(torch.ops.flash_attention.v1_forward.default, arguments)
 
 
 @pytest.mark.parametrize("where", DEVICES)
