@@ -32,5 +32,15 @@ def first_visible_row(key: int, nq: int, nk: int, causal: bool) -> int:
     return max(0, key - (nk - nq)) if causal else 0
 
 
+def rows_of_segments(segment_ids: Tensor, c0: int, c1: int) -> tuple[int, int]:
+    """The first row and one past the last that may see one of the keys c0 to c1 - 1 of their batch
+    entry: rows whose segment lies between the least and the greatest there. No other needs work.
+    """
+    ids = segment_ids[:, c0:c1]  # [B, C]
+    inside = (segment_ids >= ids.amin(1, keepdim=True)) & (segment_ids <= ids.amax(1, keepdim=True))
+    rows = inside.any(dim=0).nonzero()
+    return int(rows[0]), int(rows[-1]) + 1
+
+
 def positions(start: int, stop: int, device: torch.device) -> Tensor:
     return torch.arange(start, stop, device=device)

@@ -13,15 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_attention import dropout, launch, tiling
+from flash_attention.v1 import segments
 from flash_attention.v1.tiles import (
     LOG2_E,
     add_rows,
-    first_block,
-    first_full_block,
     keep,
     load_rows,
     load_segments,
     locate,
+    row_blocks,
     store_rows,
     visible,
 )
@@ -50,7 +50,7 @@ def _delta_kernel(
 @triton.jit
 def _backward_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, m_ptr, l_ptr, delta_ptr,
-    segment_ptr, seed_ptr,
+    segment_ptr, span_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -73,6 +73,7 @@ def _backward_kernel(
     dk_ptr += b * stride_dkb + hk * stride_dkh
     dv_ptr += b * stride_dvb + hk * stride_dvh
     segment_ptr += b * nq
+    span_ptr += b * tl.cdiv(nk, BLOCK_KV) * 3
     seed = tl.load(seed_ptr) if DROPOUT else 0
 
     for j in range(split, tl.cdiv(nk, BLOCK_KV), splits):  # line 7
@@ -81,15 +82,16 @@ def _backward_kernel(
         vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
         dk = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)  # line 9
         dv = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)
-        first = first_block(c0, nq, nk, BLOCK_Q, CAUSAL)
-        full = first_full_block(c0, nq, nk, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS)
+        first, full, full_stop, stop = row_blocks(
+            c0, nq, nk, span_ptr + j * 3, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
+        )
         for g in range(0, group):
             h = hk * group + g  # query head within the batch entry
             head = b * kv_heads * group + h  # batch * H + head
-            for masked in tl.static_range(1, -1, -1):
-                start = first if masked else full
-                stop = full if masked else tl.cdiv(nq, BLOCK_Q)
-                for i in range(start, stop):  # line 10
+            for part in tl.static_range(0, 3 if SEGMENTS else 2):
+                begin = first if part == 0 else full if part == 1 else full_stop
+                end = full if part == 0 else full_stop if part == 1 else stop
+                for i in range(begin, end):  # line 10
                     dk, dv = _add_gradients(
                         i * BLOCK_Q, c0, kj, vj, dk, dv,
                         q_ptr + b * stride_qb + h * stride_qh,
@@ -98,7 +100,7 @@ def _backward_kernel(
                         m_ptr + head * nq, l_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
                         stride_qn, stride_qd, stride_gn, stride_gd, stride_dqn, stride_dqd,
                         head, nq, nk, scale, seed, keep_scale, threshold,
-                        masked, CAUSAL, SEGMENTS, DROPOUT, ATOMIC,
+                        part != 1, CAUSAL, SEGMENTS, DROPOUT, ATOMIC,
                         HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, ACC, PRECISION,
                     )  # fmt: skip
         dk = dk * scale
@@ -186,7 +188,8 @@ def backward(
     splits: programs that share the K/V blocks of one head. 1 adds to dQ in a fixed order, so that
     the result repeats bit for bit; more add atomically; None: one program per K/V block.
 
-    Returns dq, dk, dv like q, k, v. Scratch: dq in float32 and D_i ``[B, H, Nq]``.
+    Returns dq, dk, dv like q, k, v. Scratch: dq in float32 and D_i ``[B, H, Nq]``;
+    with segment_ids, three numbers per K/V block.
     """
     batch, heads, nq, head_dim = q.shape
     kv_heads, nk = k.shape[1], k.shape[2]
@@ -200,13 +203,14 @@ def backward(
     col_blocks = triton.cdiv(nk, blocks.block_kv)
     splits = col_blocks if splits is None else min(splits, col_blocks)
     with launch.on_device(q):
+        spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _delta_kernel[(batch * heads * triton.cdiv(nq, blocks.block_q),)](
             o, do, delta, *o.stride(), *do.stride(), batch * heads, heads, nq,
             BLOCK_Q=blocks.block_q, **shared,
         )  # fmt: skip
         _backward_kernel[(batch * kv_heads * splits,)](
             q, k, v, do, dq, dk, dv, m, l, delta,
-            launch.or_dummy(segment_ids, q), launch.or_dummy(seed, q),
+            launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),
             batch * kv_heads, kv_heads, heads // kv_heads, nq, nk, splits,

@@ -12,14 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_attention import dropout, launch, tiling
+from flash_attention.v1 import segments
 from flash_attention.v1.tiles import (
     LOG2_E,
-    first_block,
-    first_full_block,
     keep,
     load_rows,
     load_segments,
     locate,
+    row_blocks,
     store_rows,
     visible,
 )
@@ -27,7 +27,7 @@ from flash_attention.v1.tiles import (
 
 @triton.jit
 def _forward_kernel(
-    q_ptr, k_ptr, v_ptr, o_ptr, m_ptr, l_ptr, segment_ptr, seed_ptr,
+    q_ptr, k_ptr, v_ptr, o_ptr, m_ptr, l_ptr, segment_ptr, span_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
@@ -48,24 +48,25 @@ def _forward_kernel(
     m_ptr += head * nq
     l_ptr += head * nq
     segment_ptr += b * nq
+    span_ptr += b * tl.cdiv(nk, BLOCK_KV) * 3
     seed = tl.load(seed_ptr) if DROPOUT else 0
 
     for c0 in range(0, nk, BLOCK_KV):  # line 5
         kj = load_rows(k_ptr, stride_kn, stride_kd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)  # line 6
         vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
-        # Rows above the first block see none of these keys; rows from the full block on see all.
-        first = first_block(c0, nq, nk, BLOCK_Q, CAUSAL)
-        full = first_full_block(c0, nq, nk, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS)
-        for masked in tl.static_range(1, -1, -1):
-            start = first if masked else full
-            stop = full if masked else tl.cdiv(nq, BLOCK_Q)
-            start += (split + splits - start % splits) % splits  # this program's share
-            for i in range(start, stop, splits):  # line 7
+        first, full, full_stop, stop = row_blocks(
+            c0, nq, nk, span_ptr + c0 // BLOCK_KV * 3, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
+        )
+        for part in tl.static_range(0, 3 if SEGMENTS else 2):
+            begin = first if part == 0 else full if part == 1 else full_stop
+            end = full if part == 0 else full_stop if part == 1 else stop
+            begin += (split + splits - begin % splits) % splits  # this program's share
+            for i in range(begin, end, splits):  # line 7
                 _update_rows(
                     i * BLOCK_Q, c0, kj, vj, q_ptr, o_ptr, m_ptr, l_ptr, segment_ptr,
                     stride_qn, stride_qd, stride_on, stride_od,
                     head, nq, nk, scale, seed, keep_scale, threshold,
-                    masked, CAUSAL, SEGMENTS, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV,
+                    part != 1, CAUSAL, SEGMENTS, DROPOUT, HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV,
                     ACC, PRECISION,
                 )  # fmt: skip
         # The next K/V block reads the O, m, l just written, perhaps by other threads of this
@@ -141,7 +142,8 @@ def forward(
     q ``[B, H, Nq, D]``; k, v ``[B, Hkv, Nk, D]``; any strides; scale not negative. splits: programs
     that share the Q blocks of one head (1 is the paper's grid; None: the wave-efficiency rule).
 
-    Returns o like q, and m (base 2) and l ``[B, H, Nq]``. Scratch: o in float32.
+    Returns o like q, and m (base 2) and l ``[B, H, Nq]``. Scratch: o in float32;
+    with segment_ids, three numbers per K/V block.
     """
     batch, heads, nq, head_dim = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
@@ -157,9 +159,10 @@ def forward(
         splits = tiling.num_splits(batch * heads, row_blocks, at_a_time)
     splits = min(splits, row_blocks)
     with launch.on_device(q):
+        spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _forward_kernel[(batch * heads * splits,)](
-            q, k, v, o, m, l, launch.or_dummy(segment_ids, q), launch.or_dummy(seed, q),
-            *q.stride(), *k.stride(), *v.stride(), *o.stride(),
+            q, k, v, o, m, l, launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q),
+            launch.or_dummy(seed, q), *q.stride(), *k.stride(), *v.stride(), *o.stride(),
             batch * heads, heads, heads // k.shape[1], nq, k.shape[2], splits,
             scale, 1.0 / (1.0 - dropout_p), dropout.threshold(dropout_p),
             CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,

@@ -52,8 +52,8 @@ def forward(
         c1 = min(c0 + block_kv, nk)
         kj = k[:, :, None, c0:c1].to(acc)  # [B, Hkv, 1, Bc, D], line 6
         vj = v[:, :, None, c0:c1].to(acc)
-        first = masks.first_visible_row(c0, nq, nk, causal) // block_q * block_q
-        for r0 in range(first, nq, block_q):  # line 7
+        first, stop = _rows(c0, c1, nq, nk, causal, segment_ids)
+        for r0 in range(first // block_q * block_q, stop, block_q):  # line 7
             r1 = min(r0 + block_q, nq)
             mask = _mask(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
             s = _scores(qg[..., r0:r1, :].to(acc), kj, scale2, mask)  # lines 8 to 11
@@ -110,8 +110,8 @@ def backward(
         c1 = min(c0 + block_kv, nk)
         kj = k[:, :, None, c0:c1].to(acc)
         vj = v[:, :, None, c0:c1].to(acc)
-        first = masks.first_visible_row(c0, nq, nk, causal) // block_q * block_q
-        for r0 in range(first, nq, block_q):  # line 10
+        first, stop = _rows(c0, c1, nq, nk, causal, segment_ids)
+        for r0 in range(first // block_q * block_q, stop, block_q):  # line 10
             r1 = min(r0 + block_q, nq)
             rows = slice(r0, r1)
             qi, doi = qg[..., rows, :].to(acc), dog[..., rows, :].to(acc)
@@ -128,6 +128,14 @@ def backward(
             dq[..., rows, :] += scale * (ds @ kj)  # line 21
             dk[:, :, c0:c1] += scale * (ds.transpose(-2, -1) @ qi).sum(dim=2)  # line 22
     return dq.flatten(1, 2), dk, dv
+
+
+def _rows(
+    c0: int, c1: int, nq: int, nk: int, causal: bool, segment_ids: Tensor | None
+) -> tuple[int, int]:
+    """The first row, and one past the last, that may see one of the keys c0 to c1 - 1."""
+    first, stop = (0, nq) if segment_ids is None else masks.rows_of_segments(segment_ids, c0, c1)
+    return max(first, masks.first_visible_row(c0, nq, nk, causal)), stop
 
 
 def _scores(qi: Tensor, kj: Tensor, scale2: float, mask: Tensor | None) -> Tensor:

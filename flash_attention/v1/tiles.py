@@ -91,24 +91,29 @@ def load_segments(segments, positions, n, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def first_block(c0, nq, nk, BLOCK_Q: tl.constexpr, CAUSAL: tl.constexpr):
-    """The first block of rows in which some row may see key c0."""
-    return tl.maximum(0, c0 - (nk - nq)) // BLOCK_Q if CAUSAL else 0
-
-
-@triton.jit
-def first_full_block(
-    c0, nq, nk,
+def row_blocks(
+    c0, nq, nk, span_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The first block of rows from which on every row sees every key of block c0: no mask there."""
-    blocks = tl.cdiv(nq, BLOCK_Q)
-    full = 0
+    """The blocks of rows that meet the keys c0, ...: (first, full, full_stop, stop).
+
+    No row outside [first, stop) sees one of the keys; every row of [full, full_stop) sees them all
+    and needs no mask. span_ptr: the keys' span, see segments.py.
+    """
+    first, full, stop = 0, 0, tl.cdiv(nq, BLOCK_Q)
+    full_stop = stop
     if CAUSAL:
+        first = tl.maximum(0, c0 - (nk - nq)) // BLOCK_Q
         full = tl.cdiv(tl.maximum(0, c0 + BLOCK_KV - 1 - (nk - nq)), BLOCK_Q)
     if SEGMENTS:
-        full = blocks
-    return tl.minimum(blocks, tl.where(c0 + BLOCK_KV > nk, blocks, full))
+        first_row, stop_row = tl.load(span_ptr), tl.load(span_ptr + 1)
+        one_segment = tl.load(span_ptr + 2) == 1
+        first = tl.maximum(first, first_row // BLOCK_Q)
+        stop = tl.cdiv(stop_row, BLOCK_Q)
+        full = tl.where(one_segment, tl.maximum(full, tl.cdiv(first_row, BLOCK_Q)), stop)
+        full_stop = stop_row // BLOCK_Q
+    full = tl.minimum(tl.where(c0 + BLOCK_KV > nk, stop, full), stop)
+    return first, full, tl.maximum(full, full_stop), stop
 
 
 @triton.jit

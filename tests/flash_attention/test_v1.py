@@ -260,19 +260,51 @@ def test_block_sizes_change_nothing_but_rounding(device, block_q, block_kv):
     )
 
 
-def test_segments_equal_separate_documents(device):
-    lengths = [13, 40, 1, 26]
-    segment_ids = torch.repeat_interleave(torch.arange(4), torch.tensor(lengths))
-    q, k, v, do = make_inputs(2, 1, 1, 80, 80, 16, torch.float32, device)
-    packed = segment_ids.to(device).expand(2, 80)  # stride 0 over the batch
-    got = results(flash_attention_v1, q, k, v, do, causal=True, segment_ids=packed, **SMALL_BLOCKS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(13, 40, 1, 26), (5, 90, 65)], ids=str)  # short, and long
+def test_segments_equal_separate_documents(device, lengths, causal):
+    n = sum(lengths)
+    segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    q, k, v, do = make_inputs(2, 1, 1, n, n, 16, torch.float32, device)
+    packed = segment_ids.to(device).expand(2, n)  # stride 0 over the batch
+    options = dict(causal=causal, segment_ids=packed, **SMALL_BLOCKS)
+    got = results(flash_attention_v1, q, k, v, do, **options)
     apart = [
-        results(naive_attention, *(t[:, :, a:b] for t in upcast(q, k, v, do)), causal=True)
+        results(naive_attention, *(t[:, :, a:b] for t in upcast(q, k, v, do)), causal=causal)
         for a, b in itertools.pairwise([0, *itertools.accumulate(lengths)])
     ]
     for name in got:
         want = torch.cat([document[name] for document in apart], dim=2)
         torch.testing.assert_close(got[name].double(), want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_segment_ids_in_any_order_match_naive(device, causal):
+    inputs = make_inputs(2, 2, 1, 75, 75, 16, torch.float32, device)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.stack([torch.randint(-2, 3, (75,), generator=generator), torch.arange(75) // 20])
+    options = dict(causal=causal, segment_ids=ids.to(device))
+    assert_as_exact_as_naive(
+        lambda q, k, v, **o: flash_attention_v1(q, k, v, **o, **SMALL_BLOCKS),
+        *inputs,
+        reference=naive_attention,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_whole_blocks_of_other_segments_are_skipped(device, causal):
+    """What is not looked at cannot spread: NaN in a document of whole blocks stays there."""
+    q, k, v, do = make_inputs(1, 2, 1, 160, 160, 16, torch.float32, device)
+    ids = torch.tensor([0] * 64 + [1] * 32 + [2] * 64, device=device)[None]
+    alien = (ids == 1)[0]
+    with torch.no_grad():
+        for t in (q, k, v, do):
+            t[:, :, alien] = float("nan")
+    got = results(flash_attention_v1, q, k, v, do, causal=causal, segment_ids=ids, **SMALL_BLOCKS)
+    for name, t in got.items():
+        assert t[:, :, alien].isnan().all(), name
+        assert t[:, :, ~alien].isfinite().all(), name
 
 
 def _naive_with_mask(q, k, v, *, keep: Tensor, dropout_p: float) -> Tensor:
