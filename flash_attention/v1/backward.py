@@ -151,7 +151,7 @@ def _add_gradients(
     dpt = tl.dot(vj, tl.trans(doi), input_precision=PRECISION, out_dtype=ACC)  # line 17
     pt_dropped = pt
     if DROPOUT:  # lines 14, 15, 18
-        kept = keep(seed, threshold, head, rows[None, :], cols[:, None])
+        kept = tl.trans(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV))
         pt_dropped = tl.where(kept, pt * keep_scale, 0.0)
         dpt = tl.where(kept, dpt * keep_scale, 0.0)
     dv += tl.dot(pt_dropped.to(doi.dtype), doi, input_precision=PRECISION, out_dtype=ACC)  # line 16
@@ -214,7 +214,7 @@ def backward(
             *q.stride(), *k.stride(), *v.stride(), *do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),
             batch * kv_heads, kv_heads, heads // kv_heads, nq, nk, splits,
-            scale, 1.0 / (1.0 - dropout_p), dropout.threshold(dropout_p),
+            scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
             CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
             ATOMIC=splits > 1, BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
             PRECISION=launch.dot_precision(q.dtype),

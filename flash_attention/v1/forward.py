@@ -115,7 +115,8 @@ def _update_rows(
     carried = tl.exp2(m_old - shift) * l_old  # what the old sum is worth now
     l_new = carried + tl.sum(p, axis=1)  # line 13
     if DROPOUT:  # line 14
-        p = tl.where(keep(seed, threshold, head, rows[:, None], cols[None, :]), p * keep_scale, 0.0)
+        kept = keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV)
+        p = tl.where(kept, p * keep_scale, 0.0)
     inv = 1.0 / tl.where(l_new == 0.0, float("inf"), l_new)  # 0 for a row without keys
     pv = tl.dot(p.to(vj.dtype), vj, input_precision=PRECISION, out_dtype=ACC)
     oi = oi * (carried * inv)[:, None] + pv * inv[:, None]  # line 15
@@ -164,7 +165,7 @@ def forward(
             q, k, v, o, m, l, launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q),
             launch.or_dummy(seed, q), *q.stride(), *k.stride(), *v.stride(), *o.stride(),
             batch * heads, heads, heads // k.shape[1], nq, k.shape[2], splits,
-            scale, 1.0 / (1.0 - dropout_p), dropout.threshold(dropout_p),
+            scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
             CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
             HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim),
             BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,

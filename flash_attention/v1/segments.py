@@ -21,8 +21,8 @@ def _spans_kernel(
     segment_ptr += (program // blocks).to(tl.int64) * n
     # Positions beyond n stand for the last one, which changes neither a minimum nor a maximum.
     cols = tl.minimum(program % blocks * BLOCK_KV + tl.arange(0, BLOCK_KV), n - 1)
-    ids = tl.load(segment_ptr + cols)
-    least, greatest = tl.min(ids, axis=0), tl.max(ids, axis=0)
+    keys = tl.load(segment_ptr + cols)
+    least, greatest = tl.min(keys, axis=0), tl.max(keys, axis=0)
     first, stop, count = n, 0, 0
     for r0 in range(0, n, CHUNK):
         rows = r0 + tl.arange(0, CHUNK)

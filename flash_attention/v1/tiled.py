@@ -183,8 +183,8 @@ def _keep(
     batch = grouped[0]
     head = masks.positions(0, batch * heads, seed.device).view(*grouped[:3], 1, 1)
     rows = masks.positions(r0, r1, seed.device)[:, None]
-    cols = masks.positions(c0, c1, seed.device)
-    return dropout.keep_mask(seed, dropout_p, head, rows, cols) / (1.0 - dropout_p)
+    kept = dropout.keep_mask(seed, dropout_p, head, rows, c0, c1)
+    return kept * dropout.keep_scale(dropout_p)
 
 
 def _finite(m: Tensor) -> Tensor:

@@ -117,8 +117,15 @@ def row_blocks(
 
 
 @triton.jit
-def keep(seed, threshold, head, rows, cols):
-    """True where dropout keeps an entry of P: flash_attention/dropout.py in Triton."""
-    zeros = (rows + cols) * 0  # the tile's shape
-    bits, _, _, _ = tl.philox(seed, zeros + rows, zeros + cols, zeros + head.to(tl.int32), zeros)
-    return bits.to(tl.uint32, bitcast=True).to(tl.int64) >= threshold
+def keep(seed, threshold, head, r0, c0, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr):
+    """True where dropout keeps an entry of the tile [BLOCK_Q, BLOCK_KV] of P at (r0, c0):
+    flash_attention/dropout.py in Triton."""
+    rows, groups = r0 + tl.arange(0, BLOCK_Q), c0 // 8 + tl.arange(0, BLOCK_KV // 8)
+    zeros = rows[:, None] * 0 + groups[None, :] * 0
+    w0, w1, w2, w3 = tl.philox(
+        seed, zeros + rows[:, None], zeros + groups[None, :], zeros + head.to(tl.int32), zeros
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3)).to(tl.uint32, bitcast=True)
+    words = tl.reshape(words, (BLOCK_Q, BLOCK_KV // 2))  # in the order 0, 1, 2, 3
+    kept = tl.join((words & 0xFFFF) >= threshold, (words >> 16) >= threshold)
+    return tl.reshape(kept, (BLOCK_Q, BLOCK_KV))

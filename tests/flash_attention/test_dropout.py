@@ -37,7 +37,7 @@ def test_philox_gives_its_published_answers(counter, key, words):
 def test_the_dropped_fraction_is_p(p):
     seed = torch.tensor([1234567])
     keep = dropout.keep_mask(
-        seed, p, torch.arange(4).view(4, 1, 1), torch.arange(300)[:, None], torch.arange(300)
+        seed, p, torch.arange(4).view(4, 1, 1), torch.arange(300)[:, None], 0, 300
     )
     assert abs(1 - keep.double().mean().item() - p) < 0.01
     for axis in (0, 1, 2):  # no head, row or column repeats its neighbour
@@ -47,9 +47,25 @@ def test_the_dropped_fraction_is_p(p):
 
 def test_a_tile_holds_what_the_whole_holds_there():
     seed, head = torch.tensor([99]), torch.tensor(3)
-    whole = dropout.keep_mask(seed, 0.4, head, torch.arange(50)[:, None], torch.arange(70))
-    tile = dropout.keep_mask(seed, 0.4, head, torch.arange(20, 30)[:, None], torch.arange(7, 33))
+    whole = dropout.keep_mask(seed, 0.4, head, torch.arange(50)[:, None], 0, 70)
+    tile = dropout.keep_mask(seed, 0.4, head, torch.arange(20, 30)[:, None], 7, 33)
     assert torch.equal(tile, whole[20:30, 7:33])
+
+
+@pytest.mark.parametrize("p", [0.1, 1 / 3, 1e-4, 0.9999999])
+def test_what_is_kept_is_scaled_so_that_nothing_is_lost_on_average(p):
+    """By the share of the 65,536 equally likely draws that keep an entry."""
+    kept = sum(bits >= dropout.threshold(p) for bits in range(2**16)) / 2**16
+    assert kept > 0
+    assert abs(kept * dropout.keep_scale(p) - 1) < 1e-12
+    assert abs(kept - (1 - p)) <= 2**-16
+
+
+def test_the_eight_columns_of_a_counter_are_independent():
+    seed, head, rows = torch.tensor([5]), torch.tensor(0), torch.arange(4000)[:, None]
+    keep = dropout.keep_mask(seed, 0.5, head, rows, 0, 16).double()
+    correlation = torch.corrcoef(keep.T) - torch.eye(16)
+    assert correlation.abs().max() < 0.08  # five standard deviations of chance
 
 
 def test_the_seed_follows_torch_manual_seed():
