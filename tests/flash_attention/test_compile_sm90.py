@@ -1,0 +1,99 @@
+"""Every kernel compiles for Hopper, fits its shared memory and keeps its matrix products apart.
+
+No GPU is needed: Triton compiles for a target it is told. The interpreter accepts programs that the
+compiler refuses, so this is what a machine without a GPU knows about one with.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED_MEMORY = 232_448  # bytes a program may have on sm_90
+
+# In a process of its own: the test session has imported the kernels for the interpreter.
+COMPILE = '''
+import os, subprocess, sys, tempfile
+import triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from flash_attention import tiling
+from flash_attention.v1 import backward, forward, segments
+
+KERNELS = {
+    "forward": forward._forward_kernel,
+    "backward": backward._backward_kernel,
+    "delta": backward._delta_kernel,
+    "spans": segments._spans_kernel,
+}
+FLOAT32 = {"o_ptr", "m_ptr", "l_ptr", "delta_ptr", "dq_ptr"}
+INTEGERS = {"segment_ptr": "*i64", "span_ptr": "*i32", "seed_ptr": "*i64"}
+
+
+def compile_kernel(name, head_dim, size, variant):
+    """What the launchers pass: aligned pointers and strides, the last stride 1."""
+    kernel, element = KERNELS[name], "*bf16" if size == 2 else "*fp32"
+    table = tiling.forward_blocks if name == "forward" else tiling.backward_blocks
+    blocks = table(head_dim, size)
+    values = dict(
+        CAUSAL=True, SEGMENTS=variant, DROPOUT=variant, ATOMIC=not variant, HEAD_DIM=head_dim,
+        BLOCK_D=tiling.padded_head_dim(head_dim), BLOCK_Q=blocks.block_q,
+        BLOCK_KV=blocks.block_kv, ACC=tl.float32, PRECISION="ieee", CHUNK=segments.CHUNK,
+    )
+    signature, constants, attributes = {}, {}, {}
+    for i, argument in enumerate(kernel.arg_names):
+        aligned = True
+        if argument in values or argument.startswith("stride") and argument.endswith("d"):
+            kind, aligned = "constexpr", False
+            constants[argument] = values.get(argument, 1)
+        elif argument.endswith("_ptr"):
+            own = "*fp32" if argument in FLOAT32 and name != "delta" else element
+            kind = INTEGERS.get(argument, "*fp32" if argument == "delta_ptr" else own)
+        elif argument in ("scale", "keep_scale"):
+            kind, aligned = "fp32", False
+        else:
+            kind, aligned = "i32", argument.startswith("stride") or argument in ("nq", "nk")
+        signature[argument] = kind
+        if aligned:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    compiled = triton.compile(
+        ASTSource(kernel, signature, constants, attributes),
+        target=GPUTarget("cuda", 90, 32),
+        options=dict(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
+    )
+    ptxas = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas")
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(compiled.asm["ptx"])
+        file.flush()
+        command = [ptxas, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        words = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    serialized = "C7510" in words or "C7512" in words
+    print(compiled.metadata.shared, serialized)
+
+
+for case in sys.argv[1:]:
+    name, head_dim, size, variant = case.split()
+    compile_kernel(name, int(head_dim), int(size), variant == "all")
+'''
+
+
+# Kernel, head dim, bytes of an element, and "all" (segments and dropout) or "plain" (neither).
+CASES = [
+    ["forward 64 2 all", "forward 128 2 plain", "spans 64 2 plain"],
+    ["backward 64 2 all", "backward 128 2 plain", "delta 80 2 plain"],
+]
+
+
+@pytest.mark.parametrize("cases", CASES, ids=["forward", "backward"])
+def test_the_kernels_compile_and_fit(cases):
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE, *cases], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = done.stdout.splitlines()
+    for case, line in zip(cases, lines, strict=True):
+        shared, serialized = line.split()
+        assert int(shared) <= SHARED_MEMORY, case
+        assert serialized == "False", case  # ptxas says where products wait for each other
