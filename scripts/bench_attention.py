@@ -1,7 +1,7 @@
 """Times every attention backend and peer side by side: forward, backward and peak memory.
 
     python scripts/bench_attention.py --head-dims 64 128 --seq-lens 1024 4096 16384
-    python scripts/bench_attention.py --backends flash_v1 sdpa_flash --q-splits 1 --no-causal
+    python scripts/bench_attention.py --backends flash_v1 sdpa_flash --no-causal
 
 All backends of one shape are timed in turns, round after round, so that a change of the device's
 clock meets all alike; the median over the rounds counts. Every output is compared with standard
@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 from flash_attention import flash_attention_v1, naive_attention
 from scripts.attention_peers import peers
 from training.run_folder import replacing
+from training.summary import versions
 from training.throughput import device_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -53,6 +55,8 @@ class Row:
     forward_tflops: float | None = None
     backward_tflops: float | None = None
     total_tflops: float | None = None
+    forward_vs_naive: float | None = None  # how many times as fast, forward
+    total_vs_naive: float | None = None  # and forward + backward
     peak_mib: float | None = None
 
 
@@ -92,15 +96,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
     add("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
     add("--rounds", type=positive, default=20, help="timings of each backend (default: 20)")
-    add("--q-splits", default="auto", help="of flash_v1: auto, or 1 for the paper's grid")
+    splits = ["auto", "1"] if cuda else ["auto"]  # the PyTorch tiles have one program
+    add("--q-splits", nargs="+", default=splits, metavar="S", help="of flash_v1: auto, 1, 2, ...")
     add("--out", metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
     args.causal = [True, False] if args.causal is None else [args.causal]
-    if args.q_splits != "auto":
-        try:
-            args.q_splits = positive(args.q_splits)
-        except ValueError:
-            parser.error(f"--q-splits={args.q_splits} must be auto or an integer of at least 1")
+    try:
+        args.q_splits = [s if s == "auto" else positive(s) for s in args.q_splits]
+    except ValueError:
+        parser.error(f"--q-splits: {args.q_splits} must each be auto or an integer of at least 1")
     if args.device.startswith("cuda") and not cuda:
         parser.error(f"--device={args.device}, but there is no CUDA GPU here; give --device=cpu")
     return args
@@ -116,17 +120,19 @@ def positive(text: str) -> int:
 def available(args: argparse.Namespace) -> dict[str, Callable]:
     """Name -> f(q, k, v, causal) -> o. Raises SystemExit for a name that is not here."""
 
-    def flash_v1(q, k, v, causal):
-        return flash_attention_v1(q, k, v, causal=causal, q_splits=args.q_splits)
-
-    def naive(q, k, v, causal):
-        return naive_attention(q, k, v, causal=causal)
-
-    found = {"naive": naive, "flash_v1": flash_v1, **peers(torch.device(args.device))}
+    found: dict[str, Callable] = {"naive": partial(_call, naive_attention)}
+    for splits in args.q_splits:
+        name = "flash_v1" if splits == "auto" else f"flash_v1_q{splits}"
+        found[name] = partial(_call, partial(flash_attention_v1, q_splits=splits))
+    found |= peers(torch.device(args.device))
     for name in args.backends or ():
         if name not in found:
             raise SystemExit(f"--backends: {name} is not here; give some of {', '.join(found)}")
     return {name: f for name, f in found.items() if not args.backends or name in args.backends}
+
+
+def _call(attention: Callable, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    return attention(q, k, v, causal=causal)
 
 
 def bench_shape(
@@ -167,7 +173,15 @@ def bench_shape(
         row.forward_tflops = flops / row.forward_ms / 1e9
         row.backward_tflops = 2.5 * flops / row.backward_ms / 1e9
         row.total_tflops = 3.5 * flops / (row.forward_ms + row.backward_ms) / 1e9
+    compare_with_naive([row for row, _ in timed])
     return rows
+
+
+def compare_with_naive(rows: list[Row]) -> None:
+    naive = next((row for row in rows if row.backend == "naive"), None)
+    for row in rows if naive else ():
+        row.forward_vs_naive = row.forward_tflops / naive.forward_tflops
+        row.total_vs_naive = row.total_tflops / naive.total_tflops
 
 
 def is_right(attention: Callable, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -232,11 +246,19 @@ def timed_call(step: Callable, device: torch.device) -> tuple[float, object]:
 
 
 def table(rows: list[Row]) -> Table:
-    out = Table(title="TFLOP/s", title_justify="left")
-    for name in ("head dim", "N", "causal", "backend", "forward", "backward", "both", "peak MiB"):
+    out = Table(title="TFLOP/s, and times as fast as naive", title_justify="left")
+    columns = "head dim,N,causal,backend,forward,backward,both,forward x,both x,peak MiB"
+    for name in columns.split(","):
         out.add_column(name, justify="left" if name == "backend" else "right")
     for row in rows:
-        numbers = (row.forward_tflops, row.backward_tflops, row.total_tflops, row.peak_mib)
+        numbers = (
+            row.forward_tflops,
+            row.backward_tflops,
+            row.total_tflops,
+            row.forward_vs_naive,
+            row.total_vs_naive,
+            row.peak_mib,
+        )
         shown = ["" if x is None else f"{x:.3g}" if x < 10 else f"{x:,.0f}" for x in numbers]
         if row.status != "ok":
             shown[0] = row.status
@@ -248,7 +270,7 @@ def table(rows: list[Row]) -> Table:
 def write(rows: list[Row], path: Path, device: torch.device) -> None:
     """PATH.csv and PATH.png, each under a temporary name first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"device": device_name(device), "torch": torch.__version__}
+    about = {"device": device_name(device), **{p: versions()[p] for p in ("torch", "triton")}}
     with (
         replacing(path.with_suffix(".csv")) as partial,
         open(partial, "w", newline="", encoding="utf-8") as file,

@@ -53,3 +53,19 @@ def test_a_bad_argument_is_refused(bad, capsys):
         bench_attention.parse(bad)
     assert stop.value.code == 2
     assert bad[0] in capsys.readouterr().err
+
+
+def test_each_number_of_splits_is_a_backend_of_its_own():
+    args = bench_attention.parse([*SMALL, "--q-splits", "auto", "1", "3"])
+    found = bench_attention.available(args)
+    assert [n for n in found if n.startswith("flash")] == ["flash_v1", "flash_v1_q1", "flash_v1_q3"]
+
+
+def test_speed_is_compared_with_naive_at_the_same_shape():
+    args = bench_attention.parse([*SMALL, "--rounds=3", "--backends", "naive", "flash_v1"])
+    found = bench_attention.available(args)
+    naive, flash = bench_attention.bench_shape(found, 16, 64, True, args, torch.device("cpu"))
+    assert naive.forward_vs_naive == naive.total_vs_naive == 1.0
+    assert flash.forward_vs_naive == pytest.approx(naive.forward_ms / flash.forward_ms)
+    both = (naive.forward_ms + naive.backward_ms) / (flash.forward_ms + flash.backward_ms)
+    assert flash.total_vs_naive == pytest.approx(both)
