@@ -55,30 +55,39 @@ def pytorch_blocks(batch_heads: int) -> Blocks:
     return Blocks(size, size)
 
 
+# Tuned on an H200 (results/flash_v1_tuning.md says what decided). Keys: the padded head dim, at least
+# 64, and the bytes of an element: 2, or 4 for more.
+FORWARD_BLOCKS = {
+    # O passes through HBM once per K/V block: block_kv is as large as registers allow.
+    (64, 2): Blocks(64, 256, num_warps=4, num_stages=1, per_processor=2),
+    (128, 2): Blocks(128, 256, num_warps=8, num_stages=1),
+    (256, 2): Blocks(64, 128, num_warps=8, num_stages=1),
+    (64, 4): Blocks(64, 64, num_warps=8, num_stages=1),
+    (128, 4): Blocks(32, 64, num_warps=8, num_stages=1),
+    (256, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+}
+BACKWARD_BLOCKS = {
+    (64, 2): Blocks(64, 128, num_warps=8, num_stages=3),
+    (128, 2): Blocks(32, 64, num_warps=4, num_stages=3),
+    (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
+    (64, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+    (128, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+    (256, 4): Blocks(16, 32, num_warps=4, num_stages=1),
+}
+
+
 def forward_blocks(head_dim: int, element_size: int) -> Blocks:
-    """Sizes for the forward kernel: S, O and P of a tile live in registers, K and V in shared
-    memory, so blocks shrink as the head dim or the element grows."""
-    width = padded_head_dim(head_dim)
-    if element_size > 2:
-        return Blocks(32, 32, 4, 1) if width > 64 else Blocks(64, 32, 4, 1)
-    # O passes through HBM once per K/V block, so block_kv is as large as registers allow.
-    if width <= 64:
-        return Blocks(64, 256, 4, 1, per_processor=2)
-    if width <= 128:
-        return Blocks(128, 256, 8, 1)
-    return Blocks(64, 64, 8, 1)
+    """Sizes for the forward kernel."""
+    return FORWARD_BLOCKS[_key(head_dim, element_size)]
 
 
 def backward_blocks(head_dim: int, element_size: int) -> Blocks:
-    """Sizes for the backward kernel: it also holds dO, dK and dV."""
-    width = padded_head_dim(head_dim)
-    if element_size > 2:
-        return Blocks(16, 32, 4, 1) if width > 64 else Blocks(32, 32, 4, 1)
-    if width <= 64:
-        return Blocks(64, 128, 8, 3)
-    if width <= 128:
-        return Blocks(32, 64, 4, 3)
-    return Blocks(32, 64, 8, 1)
+    """Sizes for the backward kernel, which also holds dO, dK and dV."""
+    return BACKWARD_BLOCKS[_key(head_dim, element_size)]
+
+
+def _key(head_dim: int, element_size: int) -> tuple[int, int]:
+    return max(64, padded_head_dim(head_dim)), 2 if element_size <= 2 else 4
 
 
 def num_splits(programs: int, blocks: int, processors: int) -> int:

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import flash_attention_v1, naive_attention
 from scripts.attention_peers import peers
+from training.devices import versions
 from training.run_folder import replacing
-from training.summary import versions
 from training.throughput import device_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

@@ -1,7 +1,8 @@
-"""Which device and precision a run takes: always exactly one device."""
+"""Which device and precision a run takes (always exactly one device), and with what versions."""
 
 import platform
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -67,3 +68,14 @@ def _cpu_name() -> str:
 def _one_of(key: str, value: str, accepted: tuple[str, ...]) -> None:
     if value not in accepted:
         raise ConfigError(f"{key}={value} is not accepted; give one of {', '.join(accepted)}")
+
+
+def versions() -> dict[str, str | None]:
+    """Of what decides the numbers."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in ("torch", "triton", "lightning"):
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = None
+    return found

@@ -2,13 +2,11 @@
 
 import json
 import os
-import platform
 import shlex
 import sys
 import time
 import traceback
 from contextlib import ExitStack, suppress
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from training.batching import BatchPlan
 from training.checkpoint import NAME as CHECKPOINT
 from training.cli import EXIT_BAD_INPUT, explain, full_traceback_wanted
 from training.console import ValidationReport, console
-from training.devices import Hardware
+from training.devices import Hardware, versions
 from training.errors import ConfigError, DivergedError
 from training.memory import is_out_of_memory
 from training.metrics import MetricsCallback
@@ -195,17 +193,6 @@ def outcome(error: BaseException | None) -> tuple[str, str | None, int]:
         sentence = "stopped from outside; the same command with resume=last goes on from there"
         return "interrupted", sentence, EXIT_CODES["interrupted"]
     return "error", f"{type(error).__name__}: {_first_line(error)}", EXIT_CODES["error"]
-
-
-def versions() -> dict[str, str | None]:
-    """Of what decides the numbers."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
-    for package in ("torch", "triton", "lightning"):
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = None
-    return found
 
 
 def numbers(values: dict[str, Any]) -> dict[str, Any]:
