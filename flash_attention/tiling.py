@@ -55,8 +55,8 @@ def pytorch_blocks(batch_heads: int) -> Blocks:
     return Blocks(size, size)
 
 
-# Tuned on an H200 (results/flash_v1_tuning.md says what decided). Keys: the padded head dim, at least
-# 64, and the bytes of an element: 2, or 4 for more.
+# Tuned on an H200 (results/flash_v1_tuning.md says what decided). Keys: the padded head dim, at
+# least 64, and the bytes of an element: 2, or 4 for more.
 FORWARD_BLOCKS = {
     # O passes through HBM once per K/V block: block_kv is as large as registers allow.
     (64, 2): Blocks(64, 256, num_warps=4, num_stages=1, per_processor=2),
