@@ -170,9 +170,10 @@ def _forward(
         )
     else:
         blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
-        o, m, l = tiled.forward(
-            q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
-        )
+        with torch.autocast(q.device.type, enabled=False):  # it reaches into a custom op
+            o, m, l = tiled.forward(
+                q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
+            )
     return launch.rounded(o, q), m, l
 
 
@@ -215,9 +216,10 @@ def _backward(
         )
     else:
         blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
-        grads = tiled.backward(
-            do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            grads = tiled.backward(
+                do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
+            )
     return tuple(launch.rounded(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
 
 
