@@ -50,7 +50,7 @@ def prepare(
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """What PyTorch's autocast casts: floating-point tensors, float64 left out."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(
