@@ -36,7 +36,8 @@ def prepare(
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{name} must be a number; got {number!r}")
-    if not math.isfinite(1.0 if scale is None else scale):
+    # Not math.isfinite: a compiled graph breaks there once it has met a second scale.
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite; got {scale}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
