@@ -20,8 +20,8 @@ def prepare(
     """Check the arguments and return q, k, v in the compute dtype with the scale made a number.
 
     q ``[B, H, Nq, D]``; k, v ``[B, Hkv, Nk, D]``; segment_ids ``[B, N]`` with N = Nq = Nk.
-    Under autocast q, k and v are cast to the autocast dtype, as PyTorch's own attention does;
-    otherwise their dtypes must agree.
+    Under autocast q, k and v are cast to the autocast dtype, float64 left alone, as PyTorch's own
+    attention does; after that their dtypes must agree.
 
     Raises:
         TypeError: an argument is not a tensor, or has a dtype outside ``DTYPES``.
@@ -36,7 +36,8 @@ def prepare(
     for name, number in (("dropout_p", dropout_p), ("scale", 1.0 if scale is None else scale)):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{name} must be a number; got {number!r}")
-    if not math.isfinite(1.0 if scale is None else scale):
+    # Not math.isfinite: a compiled graph breaks there once it has met a second scale.
+    if scale is not None and not -math.inf < scale < math.inf:
         raise ValueError(f"scale must be finite; got {scale}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
@@ -47,12 +48,15 @@ def prepare(
     return q, k, v, float(scale)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    device = q.device.type
-    if not torch.is_autocast_enabled(device) or q.dtype == torch.float64:
-        return q, k, v
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """What PyTorch's autocast casts: floating-point tensors, float64 left out."""
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.dtype != torch.float64 else t for t in tensors
+    )
 
 
 def _check_dtypes(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -15,7 +15,7 @@ from torch.library import custom_op
 
 from flash_attention import checks, dropout, launch, tiling
 from flash_attention.base import Attention
-from flash_attention.v1 import tiled
+from flash_attention.v1 import tiled, transforms
 
 if launch.triton is not None:
     from flash_attention.v1 import backward as triton_backward
@@ -66,6 +66,11 @@ def flash_attention_v1(
     Memory: q, k, v, o, m, l are kept for backward. Scratch: o in float32 in forward (for half
     inputs); dq in float32 and one float32 per row in backward.
 
+    Autocast casts q, k and v (float64 excepted) and nothing inside; gradients come in the inputs'
+    own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward; every
+    replay draws a new dropout mask. torch.func's vmap, grad, vjp and jacrev run in eager mode,
+    inside a compiled function as well; vmap with dropout follows its ``randomness``.
+
     Raises:
         TypeError, ValueError: see ``checks.prepare``; also for the knobs above.
         RuntimeError: on double backward, on forward-mode differentiation, or on a gradient into m
@@ -81,7 +86,7 @@ def flash_attention_v1(
         _refuse_forward_mode(q, k, v)
     splits = None if q_splits == "auto" else q_splits
     seed = dropout.draw_seed(q.device) if dropout_p > 0.0 else None
-    o, m, l = _forward(
+    o, m, l = _attend(
         q,
         k,
         v,
@@ -170,9 +175,10 @@ def _forward(
         )
     else:
         blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
-        o, m, l = tiled.forward(
-            q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
-        )
+        with torch.autocast(q.device.type, enabled=False):  # it reaches into a custom op
+            o, m, l = tiled.forward(
+                q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
+            )
     return launch.rounded(o, q), m, l
 
 
@@ -215,9 +221,10 @@ def _backward(
         )
     else:
         blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
-        grads = tiled.backward(
-            do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
-        )
+        with torch.autocast(q.device.type, enabled=False):
+            grads = tiled.backward(
+                do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
+            )
     return tuple(launch.rounded(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
 
 
@@ -240,16 +247,22 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, do, dm, dl):
     q, k, v, o, m, l, segment_ids, seed = ctx.saved_tensors
-    grads = _backward(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
+    grads = _gradients(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
     return *grads, *(None,) * (2 + len(ctx.options))
 
 
 class _NoGradient(torch.autograd.Function):
     """A statistic tied to o, so that a gradient into it is an error and not a silent zero."""
 
+    generate_vmap_rule = True
+
     @staticmethod
-    def forward(ctx, statistic, o):
+    def forward(statistic, o):
         return statistic.view_as(statistic)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, grad):
@@ -261,9 +274,7 @@ class _NoGradient(torch.autograd.Function):
 def _refuse_forward_mode(*tensors: Tensor) -> None:
     """A custom op without a rule for forward-mode derivatives would give tangents of zero."""
     if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(
-            "flash_attention_v1 has no forward-mode derivative; use naive_attention for it"
-        )
+        raise RuntimeError(transforms.NO_FORWARD_MODE)
 
 
 def _refuse_double_backward(ctx, *grads):
@@ -274,6 +285,10 @@ def _refuse_double_backward(ctx, *grads):
 
 _forward.register_autograd(_differentiate, setup_context=_save)
 _backward.register_autograd(_refuse_double_backward)
+_forward.register_vmap(transforms.fold_into_batch(_forward, seed_at=4))
+_backward.register_vmap(transforms.fold_into_batch(_backward, seed_at=8))
+_attend = transforms.composable(_forward, _save, _differentiate)
+_gradients = transforms.composable(_backward, lambda *_: None, _refuse_double_backward)
 
 
 def _statistics(q: Tensor) -> Tensor:

@@ -1,0 +1,225 @@
+"""torch.func over flash_attention_v1: vmap, grad, vjp, jacrev, and what is refused.
+
+Ground truth is naive attention, slice by slice, under plain autograd.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
+
+from flash_attention import FlashAttentionV1, flash_attention_v1, naive_attention
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def make(where: str, *lead: int, heads: int = 2, n: int = 9, seed: int = 0) -> Tensor:
+    """Normal numbers [*lead, 2, heads, n, 8]: float64 for the tiles, float32 for the kernels."""
+    generator = torch.Generator().manual_seed(seed)
+    t = torch.randn(*lead, 2, heads, n, 8, dtype=torch.float64, generator=generator)
+    return t.to(where, torch.float64 if where == "cpu" else torch.float32)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    return flash_attention_v1(q, k, v, causal=True, deterministic=True, **options)
+
+
+def naive(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    return naive_attention(q, k, v, causal=True, **options)
+
+
+def assert_close(got, want) -> None:
+    first = want[0] if isinstance(want, tuple) else want
+    rtol, atol = (1e-7, 1e-9) if first.dtype == torch.float64 else (1e-3, 1e-4)
+    torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
+
+
+def loss_of(attention):
+    """A scalar with another gradient for every entry of o."""
+
+    def loss(q, k, v):
+        o = attention(q, k, v)
+        return (o * torch.arange(o.numel(), device=o.device).view_as(o).sin()).sum()
+
+    return loss
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 1, 1), (4, 0, 2)], ids=str)
+def test_vmap_equals_one_slice_after_the_other(where, dims):
+    q = make(where, *([3] if dims[0] is not None else []), heads=4)
+    k, v = (make(where, *([3] if dims[1] is not None else []), n=7, seed=s) for s in (1, 2))
+    args = list(zip((q, k, v), dims, strict=True))
+    want = [naive(*(t if d is None else t[i] for t, d in args)) for i in range(3)]
+    moved = [t if d is None else t.movedim(0, d) for t, d in args]
+    assert_close(vmap(attend, in_dims=dims)(*moved), torch.stack(want))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_nested_vmap_with_segments(where):
+    x = make(where, 3, 2)
+    lengths = torch.tensor([2, 3, 4], device=where)
+    # [3 slices, batch, N], the same for the slices of the inner vmap
+    segments = (torch.arange(9, device=where) // lengths[:, None])[:, None].expand(3, 2, 9)
+
+    def attention(function):
+        return lambda q, s: function(q, q, q, segment_ids=s)
+
+    got = vmap(vmap(attention(attend), in_dims=(0, None)))(x, segments)
+    want = [[attention(naive)(x[i, j], segments[i]) for j in range(2)] for i in range(3)]
+    assert_close(got, torch.stack([torch.stack(row) for row in want]))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_grad_vjp_and_jacrev_equal_those_of_naive(where):
+    q, k, v = make(where, heads=4), make(where, seed=1), make(where, seed=2)
+    qkv = (q, k, v)
+    leaves = [t.clone().requires_grad_() for t in qkv]
+    want = torch.autograd.grad(loss_of(naive)(*leaves), leaves)
+    assert_close(grad(loss_of(attend), argnums=(0, 1, 2))(*qkv), want)
+
+    do = make(where, heads=4, seed=3)
+    o, pull = vjp(attend, *qkv)
+    assert_close(o, naive(*qkv))
+    assert_close(pull(do), vjp(naive, *qkv)[1](do))
+
+    def rows(attention):  # a few numbers of o, so that the Jacobian stays small
+        return lambda k: attention(q, k, v).sum(dim=(0, 1, 3))
+
+    assert_close(jacrev(rows(attend))(k), jacrev(rows(naive))(k))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_per_sample_gradients_of_all_inputs_and_of_shared_keys(where):
+    q, k, v = make(where, 3, heads=4), make(where, seed=1), make(where, seed=2)
+    got = vmap(grad(loss_of(attend), argnums=(0, 1, 2)), in_dims=(0, None, None))(q, k, v)
+    for i in range(3):
+        leaves = [t.clone().requires_grad_() for t in (q[i], k, v)]
+        want = torch.autograd.grad(loss_of(naive)(*leaves), leaves)
+        assert_close(tuple(g[i] for g in got), want)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_batched_cotangents_equal_one_backward_each(where):
+    q, k, v = (make(where, seed=s).requires_grad_() for s in range(3))
+    do = make(where, 4, seed=3)
+    got = torch.autograd.grad(attend(q, k, v), (q, k, v), do, is_grads_batched=True)
+    for i in range(4):
+        want = torch.autograd.grad(naive(q, k, v), (q, k, v), do[i])
+        assert_close(tuple(g[i] for g in got), want)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_the_module_works_under_functional_call(where):
+    q = make(where)
+    got = grad(lambda t: functional_call(FlashAttentionV1(), {}, (t, t, t)).square().sum())(q)
+    assert_close(got, grad(lambda t: naive(t, t, t).square().sum())(q))
+
+
+def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, k, v, dropout_p=0.5)
+
+
+def test_vmap_with_dropout_asks_how_to_draw():
+    x = make("cpu", 3)
+    with pytest.raises(RuntimeError, match="randomness"):
+        vmap(with_dropout)(x, x, x)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_vmap_draws_one_mask_where_it_is_told_same(where):
+    x = make(where).expand(3, -1, -1, -1, -1)
+    torch.manual_seed(0)
+    want = with_dropout(x[0], x[0], x[0])
+    torch.manual_seed(0)
+    got = vmap(with_dropout, randomness="same")(x, x, x)
+    assert_close(got, want.expand_as(got))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_vmap_draws_a_mask_per_slice_where_it_is_told_different(where):
+    x = make(where).expand(3, -1, -1, -1, -1)
+    o = vmap(with_dropout, randomness="different")(x, x, x)
+    assert not any(torch.equal(o[i], o[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+
+
+@pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_gradients_under_vmap_replay_the_slice_s_own_mask(where, randomness):
+    """o is linear in v for a given mask: <dO, o> = <dV, v> tells whether backward drew it again."""
+    q, k, v, do = (make(where, 3, seed=s) for s in range(4))
+
+    def one(q, k, v, do):
+        o, pull = vjp(with_dropout, q, k, v)
+        return (do * o).sum(), (pull(do)[2] * v).sum()
+
+    assert_close(*vmap(one, randomness=randomness)(q, k, v, do))
+
+
+TRANSFORMS_WITHOUT_A_RULE = {
+    "jvp": (lambda f, q: jvp(f, (q,), (q,)), "no forward-mode derivative"),
+    "vmap of jvp": (
+        lambda f, q: vmap(lambda t: jvp(f, (q,), (t,))[1])(q[None]),
+        "no forward-mode derivative",
+    ),
+    "hessian": (lambda f, q: hessian(lambda q: f(q).sum())(q), "no forward-mode derivative"),
+    "grad of grad": (
+        lambda f, q: grad(lambda q: grad(lambda q: f(q).sum())(q).sum())(q),
+        "no double backward",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS_WITHOUT_A_RULE)
+def test_derivatives_that_do_not_exist_are_refused(name):
+    transform, message = TRANSFORMS_WITHOUT_A_RULE[name]
+    with pytest.raises(RuntimeError, match=message):
+        transform(lambda q: attend(q, q, q), make("cpu"))
+
+
+@pytest.mark.parametrize("name", ["jvp", "grad of grad"])
+def test_they_are_refused_in_a_compiled_function_too(name):
+    transform, message = TRANSFORMS_WITHOUT_A_RULE[name]
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=message):
+        torch.compile(lambda q: transform(lambda q: attend(q, q, q), q), backend="aot_eager")(
+            make("cpu")
+        )
+
+
+def test_dual_tensors_are_refused():
+    q = make("cpu")
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        attend(q, forward_ad.make_dual(q, q), q)
+
+
+@pytest.mark.parametrize("which", [1, 2])
+def test_a_gradient_of_the_statistics_is_refused(which):
+    def loss(q):
+        return flash_attention_v1(q, q, q, return_stats=True)[which].sum()
+
+    with pytest.raises(RuntimeError, match="no gradient for the statistics"):
+        grad(loss)(make("cpu"))
+
+
+def test_o_beside_the_statistics_keeps_its_gradient_under_vmap():
+    def loss(q):
+        return flash_attention_v1(q, q, q, causal=True, return_stats=True)[0].square().sum()
+
+    x = make("cpu", 3)
+    want = vmap(grad(lambda q: naive(q, q, q).square().sum()))(x)
+    assert_close(vmap(grad(loss))(x), want)
+
+
+def test_torch_func_inside_a_compiled_function_runs_eagerly_and_right():
+    def per_sample(x):
+        return vmap(grad(lambda q: attend(q, q, q).square().sum()))(2.0 * x) + 1.0
+
+    x = make("cpu", 3)
+    want = vmap(grad(lambda q: naive(q, q, q).square().sum()))(2.0 * x) + 1.0
+    torch._dynamo.reset()
+    assert_close(torch.compile(per_sample, backend="aot_eager")(x), want)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match="runs in eager mode only"):
+        torch.compile(per_sample, backend="aot_eager", fullgraph=True)(x)
