@@ -11,6 +11,7 @@ causal, a backward 2.5 times as many, whatever a backend really spends.
 
 import argparse
 import csv
+import os
 import statistics
 import sys
 import time
@@ -18,6 +19,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+
+# Naive attention comes near a whole GPU: without this, what is free may be in pieces too small.
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 import torch
 from rich.console import Console
@@ -73,11 +77,11 @@ def main(argv: list[str] | None = None) -> int:
     ]
     for head_dim, n, causal in track(shapes, "timing", console=Console(stderr=True)):
         rows += bench_shape(backends, head_dim, n, causal, args, device)
+        if args.out:  # after every shape: a crash loses none of those before it
+            write(rows, Path(args.out), device)
     Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
     print(f"{device_name(device)}, torch {torch.__version__}; TFLOP/s: causal halves the FLOPs,")
     print("backward counts 2.5 forwards. Peak: of forward + backward, inputs left out.")
-    if args.out:
-        write(rows, Path(args.out), device)
     return int(any(row.status == "wrong" for row in rows))
 
 
@@ -167,13 +171,14 @@ def bench_shape(
             row.status = f"refused: {type(error).__name__}"
         if row.status == "ok":
             timed.append((row, attention))
-    times = interleave([f for _, f in timed], (q, k, v, do), causal, args.rounds)
+    interleave(timed, (q, k, v, do), causal, args.rounds)
     flops = 4 * batch * heads * n * n * head_dim * (0.5 if causal else 1.0)
-    for (row, _), (row.forward_ms, row.backward_ms) in zip(timed, times, strict=True):
+    timed = [row for row, _ in timed if row.status == "ok"]
+    for row in timed:
         row.forward_tflops = flops / row.forward_ms / 1e9
         row.backward_tflops = 2.5 * flops / row.backward_ms / 1e9
         row.total_tflops = 3.5 * flops / (row.forward_ms + row.backward_ms) / 1e9
-    compare_with_naive([row for row, _ in timed])
+    compare_with_naive(timed)
     return rows
 
 
@@ -210,25 +215,37 @@ def peak_mib(attention: Callable, q, k, v, do, causal: bool) -> float | None:
 
 
 def interleave(
-    backends: list[Callable], tensors: tuple[Tensor, ...], causal: bool, rounds: int
-) -> list[tuple[float, float]]:
-    """Median milliseconds of each backend's forward and backward.
+    timed: list[tuple[Row, Callable]], tensors: tuple[Tensor, ...], causal: bool, rounds: int
+) -> None:
+    """Fill in the median milliseconds of each backend's forward and backward.
 
-    In each round every backend runs once, and only its own graph is alive; the first warms up.
+    In each round every backend runs once, and only its own graph is alive; the first warms up. A
+    backend that runs out of memory is left out from there on.
     """
     q, k, v, do = tensors
     cold = torch.empty(L2_BYTES if q.is_cuda else 0, dtype=torch.int8, device=q.device)
-    times: list[list[tuple[float, float]]] = [[] for _ in backends]
+    times: dict[str, list[tuple[float, float]]] = {row.backend: [] for row, _ in timed}
     for r in range(rounds + 1):
-        for attention, measured in zip(backends, times, strict=True):
-            cold.zero_()
-            forward_ms, o = timed_call(lambda f=attention: f(q, k, v, causal), q.device)
-            cold.zero_()
-            backward_ms, _ = timed_call(lambda o=o: torch.autograd.grad(o, (q, k, v), do), q.device)
-            del o
-            if r:
-                measured.append((forward_ms, backward_ms))
-    return [tuple(map(statistics.median, zip(*pairs, strict=True))) for pairs in times]
+        for row, attention in timed:
+            if row.status != "ok":
+                continue
+            try:
+                cold.zero_()
+                forward_ms, o = timed_call(lambda f=attention: f(q, k, v, causal), q.device)
+                cold.zero_()
+                backward_ms, _ = timed_call(
+                    lambda o=o: torch.autograd.grad(o, (q, k, v), do), q.device
+                )
+            except torch.OutOfMemoryError:
+                row.status = "out of memory"
+            else:
+                if r:
+                    times[row.backend].append((forward_ms, backward_ms))
+            o = None
+    for row, _ in timed:
+        if row.status == "ok":
+            pairs = zip(*times[row.backend], strict=True)
+            row.forward_ms, row.backward_ms = map(statistics.median, pairs)
 
 
 def timed_call(step: Callable, device: torch.device) -> tuple[float, object]:

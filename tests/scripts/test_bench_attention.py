@@ -69,3 +69,39 @@ def test_speed_is_compared_with_naive_at_the_same_shape():
     assert flash.forward_vs_naive == pytest.approx(naive.forward_ms / flash.forward_ms)
     both = (naive.forward_ms + naive.backward_ms) / (flash.forward_ms + flash.backward_ms)
     assert flash.total_vs_naive == pytest.approx(both)
+
+
+def test_running_out_of_memory_is_a_row_and_the_others_are_timed():
+    args = bench_attention.parse([*SMALL, "--rounds=2"])
+    calls = []
+
+    def greedy(q, k, v, causal):
+        calls.append(q)
+        if len(calls) > 2:  # the check passes, the timing does not
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return naive_attention(q, k, v, causal=causal)
+
+    def modest(q, k, v, causal):
+        return naive_attention(q, k, v, causal=causal)
+
+    backends = {"greedy": greedy, "modest": modest}
+    device = torch.device("cpu")
+    first, second = bench_attention.bench_shape(backends, 16, 64, True, args, device)
+    assert (first.status, first.forward_ms, first.forward_tflops) == ("out of memory", None, None)
+    assert second.status == "ok"
+    assert second.forward_ms > 0
+
+
+def test_rows_are_on_disk_before_a_later_shape_fails(tmp_path, monkeypatch):
+    real = bench_attention.bench_shape
+
+    def fails_at_64(backends, head_dim, n, *rest):
+        if n == 64:
+            raise RuntimeError("illegal memory access")
+        return real(backends, head_dim, n, *rest)
+
+    monkeypatch.setattr(bench_attention, "bench_shape", fails_at_64)
+    with pytest.raises(RuntimeError):
+        bench_attention.main([*SMALL, "--rounds=1", "--causal", f"--out={tmp_path / 'bench'}"])
+    with open(tmp_path / "bench.csv", newline="") as file:
+        assert {row["seq_len"] for row in csv.DictReader(file)} == {"32"}
