@@ -64,7 +64,7 @@ def forward(
             carried = torch.exp2(m_old - shift) * l_old  # what the old sum is worth now
             l_new = carried + p.sum(dim=-1)  # line 13
             if dropout_p > 0.0:  # line 14
-                p = p * _keep(seed, dropout_p, heads, grouped, r0, r1, c0, c1)
+                p = p * _keep(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
             inv = _inverse(l_new)
             o[..., r0:r1, :] *= (carried * inv)[..., None]  # line 15
             o[..., r0:r1, :] += (p * inv[..., None]) @ vj
@@ -121,7 +121,7 @@ def backward(
             dp = doi @ vj.transpose(-2, -1)  # line 17
             p_dropped = p
             if dropout_p > 0.0:  # lines 14, 15, 18
-                keep = _keep(seed, dropout_p, heads, grouped, r0, r1, c0, c1)
+                keep = _keep(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
                 p_dropped, dp = p * keep, dp * keep
             dv[:, :, c0:c1] += (p_dropped.transpose(-2, -1) @ doi).sum(dim=2)  # line 16
             ds = p * (dp - delta[..., rows, None])  # line 20
@@ -178,13 +178,14 @@ def _keep(
     r1: int,
     c0: int,
     c1: int,
+    acc: torch.dtype,
 ) -> Tensor:
     """Z of one tile: 1/(1-p) where an entry is kept, 0 where it is dropped."""
     batch = grouped[0]
     head = masks.positions(0, batch * heads, seed.device).view(*grouped[:3], 1, 1)
     rows = masks.positions(r0, r1, seed.device)[:, None]
     kept = dropout.keep_mask(seed, dropout_p, head, rows, c0, c1)
-    return kept * dropout.keep_scale(dropout_p)
+    return kept.to(acc) * dropout.keep_scale(dropout_p)
 
 
 def _finite(m: Tensor) -> Tensor:
