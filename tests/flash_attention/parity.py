@@ -56,7 +56,10 @@ def assert_as_exact_as_naive(attention, q, k, v, do, reference=naive_attention, 
         assert_within_bound(name, got[name], own[name], ref)
 
 
-def assert_within_bound(name: str, got: Tensor, own: Tensor, ref: Tensor) -> None:
+def assert_within_bound(
+    name: str, got: Tensor, own: Tensor, ref: Tensor, floor: float = 0.0
+) -> None:
+    """The rule. floor is added to the bound, for cases where naive attention's error is 0."""
     assert got.dtype == own.dtype
     assert got.shape == ref.shape
     if ref.numel() == 0:
@@ -66,5 +69,5 @@ def assert_within_bound(name: str, got: Tensor, own: Tensor, ref: Tensor) -> Non
     rounded = ref.to(own.dtype)
     atol = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
     factor = 5 if own.dtype == torch.float32 else 2 if name == "o" else 3
-    bound = factor * own_error + atol
+    bound = factor * own_error + atol + floor
     assert error <= bound, f"{name}: error {error:.3g} is above {bound:.3g}"  # NaN fails too

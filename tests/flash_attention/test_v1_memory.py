@@ -1,0 +1,56 @@
+"""Forward and backward take memory that grows with N: nothing in them is N x N."""
+
+import gc
+
+import pytest
+import torch
+
+from flash_attention import flash_attention_v1
+from tests.flash_attention.parity import make_inputs, results
+from tests.flash_attention.watch import Largest, enter_inside
+
+OPTIONS = [
+    dict(causal=False),
+    dict(causal=True, deterministic=True),
+    dict(causal=True, segments=True),
+    dict(causal=True, dropout_p=0.2),
+]
+
+
+def run(n: int, head_dim: int, device: torch.device, *, segments: bool = False, **options) -> None:
+    inputs = make_inputs(1, 2, 1, n, n, head_dim, torch.float32, device)
+    if segments:
+        options["segment_ids"] = (torch.arange(n, device=device) // 50)[None]
+    results(flash_attention_v1, *inputs, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_largest_tensor_doubles_with_the_length(device, options, interpreted, monkeypatch):
+    """The tiles' size is fixed. Scores of all pairs would be four times as large, and so would be a
+    copy of dQ for each K/V block (FlagAttention#4)."""
+    n = 16 if interpreted else 64
+    largest = []
+    for length in (n, 2 * n):
+        with monkeypatch.context() as patch, Largest() as seen:
+            enter_inside(seen, patch)
+            run(length, 8, device, block_q=16, block_kv=16, **options)
+        largest.append(seen.bytes)
+    assert largest[1] == 2 * largest[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_the_peak_of_a_gpu_doubles_with_the_length(options):
+    device = torch.device("cuda")
+
+    def peak(n: int) -> int:
+        gc.collect()  # what an earlier graph still holds would be freed in between
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        run(n, 64, device, **options)
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+
+    run(4096, 64, device, **options)  # what is allocated once and kept
+    once, twice = peak(4096), peak(8192)
+    assert 1.5 * once <= twice <= 2.1 * once
