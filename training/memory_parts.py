@@ -5,13 +5,11 @@ from torch import Tensor, nn
 
 from training.memory import SAVED_PARTS, SavedBytes
 
-PARTS = ("parameters", "gradients", "optimizer", *SAVED_PARTS)
-
 
 def memory_parts(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: SavedBytes
 ) -> dict[str, int]:
-    """Bytes of each of ``PARTS``; the same on any device.
+    """Bytes of each of ``memory_names.PARTS``; the same on any device.
 
     * parameters: and buffers, such as rotary tables,
     * gradients: one for each parameter that is trained, in its dtype,
