@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from training.memory_names import PARTS
 from training.report import Row, scaling_of_peak, scaling_of_saved, series
 from training.run_folder import replacing
-from training.units import GIB
+from training.units import GIB, in_gib
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +83,7 @@ def plot_speed(rows: list[Row]) -> "Figure":
 
 def plot_losses(rows: list[Row]) -> "Figure":
     """Training loss over optimizer steps, from each run's metrics.csv: a colour for each length, a
-    line style for each series, so that backends that agree are seen to lie on each other."""
+    line style for each series; the first is broad and pale, so that those on it are seen."""
     from matplotlib import colormaps
 
     figure = _figure(9.5, 5)
@@ -98,7 +98,8 @@ def plot_losses(rows: list[Row]) -> "Figure":
                     *zip(*points, strict=True),
                     color=colors(lengths.index(row["seq_len"])),
                     linestyle=("-", "--", ":", "-.")[index % 4],
-                    linewidth=3.5 - min(2.2, 1.1 * index),  # the later ones on top, thinner
+                    linewidth=1.5 if index else 6,
+                    alpha=1 if index else 0.4,
                     marker="o" if len(points) == 1 else None,
                     label=f"{label}, N = {row['seq_len']:,}",
                 )
@@ -119,8 +120,9 @@ def plot_parts(rows: list[Row]) -> "Figure":
     ]
     figure = _figure(12.5, 2.2 + 0.36 * len(shown))
     left, right = figure.subplots(1, 2, sharey=True)
-    names = [name for name, _ in shown]
     total = [sum(row["memory_parts_bytes"].values()) for _, row in shown]
+    names = [f"{name}: {in_gib(size)} GiB" for (name, _), size in zip(shown, total, strict=True)]
+    shown = [(name, row) for name, (_, row) in zip(names, shown, strict=True)]
     start = [0.0] * len(shown)
     for index, part in enumerate(PARTS if shown else ()):
         size = [row["memory_parts_bytes"].get(part, 0) for _, row in shown]
@@ -210,6 +212,9 @@ def _draw(
     """One series' line and crosses for what did not fit, with their names in the legend."""
     if points:
         axes.plot(*_in_gib(points), "o-", color=f"C{index}", label=fitted)
+    if points and crosses:
+        between = [points[-1], next((c for c in crosses if c > points[-1]), points[-1])]
+        axes.plot(*_in_gib(between), ":", color=f"C{index}", label="_")  # "_": not in the legend
     if crosses:
         axes.plot(*_in_gib(crosses), "x", color=f"C{index}", ms=11, mew=2.5, label=missed)
 

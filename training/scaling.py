@@ -37,9 +37,10 @@ class Scaling:
             f"(95% interval {e.low:.3f} to {e.high:.3f}, {self.power.points} runs)"
         )
         if self.polynomial is None:
-            return f"{text}; a + b N + c N² not fitted ({self.problem})"
+            return f"{text}; no polynomial fitted ({self.problem})"
         c = self.polynomial.c
-        return f"{text}; in a + b N + c N², c = {_bytes(c)} bytes: {verdict(c)}"
+        form = "b N + c N²" if self.polynomial.a.stderr == 0 else "a + b N + c N²"
+        return f"{text}; in {form}, c = {_bytes(c)} bytes: {verdict(c)}"
 
 
 def verdict(c: Estimate) -> str:

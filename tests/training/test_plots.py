@@ -21,7 +21,11 @@ def drawn():
 
     def draw(plot, rows):
         return [
-            {line.get_label(): list(map(tuple, line.get_xydata())) for line in axes.get_lines()}
+            {
+                line.get_label(): list(map(tuple, line.get_xydata()))
+                for line in axes.get_lines()
+                if line.get_label() != "_"
+            }
             for axes in plot(rows).axes
         ]
 
@@ -45,6 +49,12 @@ def test_plot_marks_runs_out_of_memory(sweep, drawn):
     assert saved["naive: out of memory"] == [(4096, 16 * 1024)]
     assert peak["naive: would save for backward (out of memory)"] == [(4096, 5 * 16 * 1024)]
     assert "naive: out of memory" not in peak
+
+
+def test_a_dotted_line_leads_to_what_ran_out_of_memory(sweep):
+    saved = plot_memory(sweep).axes[0]
+    (dotted,) = [line for line in saved.get_lines() if line.get_label() == "_"]
+    assert list(map(tuple, dotted.get_xydata())) == [(2048, 4096), (4096, 16 * 1024)]
 
 
 def test_plot_shows_the_peak(sweep, drawn):
@@ -115,7 +125,7 @@ def test_parts_are_stacked_to_their_sum_and_to_100_percent(make_run):
         assert [bar.get_x() for bar in first] == [x * unit for x in (0, 1, 2, 4, 8, 8, 8)]
     lines = {line.get_label(): line for line in left.get_lines()}
     assert list(lines["peak of the process (measured)"].get_xdata()) == [9]
-    assert list(lines["out of memory"].get_ydata()) == ["naive, N = 128"]
+    assert list(lines["out of memory"].get_ydata()) == ["naive, N = 128: 8.000 GiB"]
     names = {text.get_text() for text in figure.legends[0].get_texts()}
     assert {"parameters", "saved by attention", "saved by the rest"} <= names
 
