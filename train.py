@@ -16,7 +16,7 @@ def main(cfg: DictConfig) -> dict[str, Any]:
     if HydraConfig.get().mode == RunMode.MULTIRUN:
         from training.sweep import run_job
 
-        return run_job(HydraConfig.get())
+        return run_job(cfg, HydraConfig.get())
     summary = run(cfg)
     if summary["exit_code"]:
         sys.exit(summary["exit_code"])

@@ -90,6 +90,7 @@ RULES = {
     # smaller ones overflow, after all the training
     "sample.temperature": number(lambda v: v == 0 or v >= 1e-3, "of at least 0.001, or 0"),
     "sample.top_k": optional(integer(1)),
+    "sweep.rerun": one_of("failed", "oom", "all"),
     "attention.deterministic": FLAG,
     "attention.q_splits": auto_or(integer(1)),
     "attention.block_q": optional(BLOCK),

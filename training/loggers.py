@@ -4,7 +4,7 @@ import csv
 import netrc
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -13,6 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from training.console import console
 from training.resume import Resumed
 from training.run_folder import replacing
+
+if TYPE_CHECKING:
+    import wandb
 
 CSV_NAME = "metrics.csv"
 CONNECT_SECONDS = 30
@@ -82,9 +85,25 @@ def make_loggers(cfg: DictConfig, resumed: Resumed | None) -> list[Logger]:
 
 
 def make_wandb(settings: DictConfig, run_dir: str, resumed: Resumed | None) -> WandbLogger:
-    """Starts the W&B run; offline when there is no key, or when the server cannot be reached.
+    """Starts the W&B run; a resumed run goes on under the id of the earlier one."""
+    run = start_wandb(
+        settings,
+        run_dir,
+        id=resumed.about.get("wandb_id") if resumed else None,
+        resume="allow",
+    )
+    run.define_metric("trainer/global_step")  # what WandbLogger calls the step
+    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
+    return WandbLogger(experiment=run)
 
-    A resumed run goes on under the id of the earlier one.
+
+def start_wandb(settings: DictConfig, folder: str | Path, **more: Any) -> "wandb.Run":
+    """A W&B run; offline when there is no key, or when the server cannot be reached.
+
+    Args:
+        settings: project, name and mode, as ``configs/logger/default.yaml`` has them.
+        folder: where its files go.
+        more: further arguments of ``wandb.init``.
     """
     import wandb  # takes a second that a run without it need not wait
 
@@ -92,24 +111,42 @@ def make_wandb(settings: DictConfig, run_dir: str, resumed: Resumed | None) -> W
         return wandb.init(
             project=settings.project,
             name=settings.name,
-            id=resumed.about.get("wandb_id") if resumed else None,
-            resume="allow",
-            dir=run_dir,
+            dir=folder,
             mode=mode,
             settings=wandb.Settings(silent=True, console="off", init_timeout=CONNECT_SECONDS),
+            **more,
         )
 
     mode = wandb_mode(settings.mode)
     try:
-        run = start(mode)
+        return start(mode)
     except wandb.Error as error:
         if mode != "online":
             raise
         console.print(f"W&B cannot be reached ({type(error).__name__}): this run is logged offline")
-        run = start("offline")
-    run.define_metric("trainer/global_step")  # what WandbLogger calls the step
-    run.define_metric("*", step_metric="trainer/global_step", step_sync=True)
-    return WandbLogger(experiment=run)
+        return start("offline")
+
+
+def log_report(
+    settings: DictConfig, folder: Path, table: list[dict[str, Any]], plots: list[Path]
+) -> None:
+    """A W&B run of job type "sweep-report" with a sweep's table and plots.
+
+    table: plain values by column, a row for each run of the sweep.
+    """
+    import wandb
+
+    run = start_wandb(settings, folder, job_type="sweep-report")
+    failed = True
+    try:
+        columns = list(dict.fromkeys(key for row in table for key in row))
+        cells = [[row.get(column) for column in columns] for row in table]
+        images = {plot.stem: wandb.Image(str(plot)) for plot in plots}
+        # Mixed columns: a setting may be a number in one run and a text in another.
+        run.log({"runs": wandb.Table(columns, cells, allow_mixed_types=True), **images})
+        failed = False
+    finally:
+        run.finish(exit_code=int(failed))
 
 
 def wandb_mode(mode: str) -> str:

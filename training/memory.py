@@ -12,7 +12,7 @@ On a CPU the peak resident set of the process takes the place of the last two.
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -23,16 +23,37 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from flash_attention.base import Attention
+from models.gpt import GPT, MLP
 from models.loss import cross_entropy
 from training.units import GIB
+
+# What saves for backward: a kind of module, or what happens outside of the model (the loss). The
+# GPT's own operations are the vocabulary head's. All that lies inside belongs to the innermost of
+# these, except that a block's own norms, residuals and projections are the rest.
+KINDS = {Attention: "attention", MLP: "mlp", GPT: "logits_and_loss"}
+OUTSIDE = "logits_and_loss"
+REST = "rest"
+SAVED_PARTS = ("attention", "mlp", "logits_and_loss", "rest")
 
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes kept for the backward pass: inside the attention modules, and in the whole model."""
+    """Bytes kept for the backward pass: inside the attention modules, and in the whole model.
+
+    ``parts``: the total by ``SAVED_PARTS``; each storage in one of them.
+    """
 
     attention: int
     total: int
+    parts: dict[str, int] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def of(cls, n_bytes: dict[int, int], part: dict[int, str]) -> "SavedBytes":
+        """The sums of storages whose bytes and parts are given by the same keys."""
+        parts = dict.fromkeys(SAVED_PARTS, 0)
+        for key, size in n_bytes.items():
+            parts[part[key]] += size
+        return cls(parts["attention"], sum(n_bytes.values()), parts)
 
 
 def saved_for_backward(
@@ -79,7 +100,7 @@ def saved_for_backward(
         saved_tensors_hooks(ledger.pack, lambda tensor: tensor),
     ):
         functional_call(step, state, (tokens,))
-    return SavedBytes(attention=sum(ledger.attention.values()), total=sum(ledger.total.values()))
+    return SavedBytes.of(ledger.total, ledger.part)
 
 
 class _Loss(nn.Module):
@@ -94,45 +115,54 @@ class _Loss(nn.Module):
 
 
 class _Ledger:
-    """Storages saved so far, with their bytes."""
+    """Storages saved so far, with their bytes and the part of the model that saved them.
+
+    What attention saves is its own, whoever saved it before; else the first to save it counts.
+    """
 
     def __init__(self, owned: set[int]) -> None:
         self.owned = owned
         self.total: dict[int, int] = {}
-        self.attention: dict[int, int] = {}
+        self.part: dict[int, str] = {}
         self._kept: list[Tensor] = []  # a freed storage's address could come back as another's
-        self._inside_attention = False
+        self._inside = [OUTSIDE]  # of the modules that are running, the outermost first
 
     def pack(self, tensor: Tensor) -> Tensor:
         key = _storage_key(tensor)
         if key not in self.owned:
-            n_bytes = tensor.untyped_storage().nbytes()
             self._kept.append(tensor)
-            self.total[key] = n_bytes
-            if self._inside_attention:
-                self.attention[key] = n_bytes
+            self.total[key] = tensor.untyped_storage().nbytes()
+            if self._inside[-1] == "attention" or key not in self.part:
+                self.part[key] = self._inside[-1]
         return tensor
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Note, while the context lasts, whether the model is inside an ``Attention`` module."""
+        """Note, while the context lasts, which part of the model runs."""
 
-        def enter(*_):
-            self._inside_attention = True
+        def enter(module: nn.Module, *_):
+            self._inside.append(_part(module, inside=self._inside[-1]))
 
         def leave(*_):
-            self._inside_attention = False
+            self._inside.pop()
 
         handles = []
         for module in model.modules():
-            if isinstance(module, Attention):
-                handles.append(module.register_forward_pre_hook(enter))
-                handles.append(module.register_forward_hook(leave, always_call=True))
+            handles.append(module.register_forward_pre_hook(enter))
+            handles.append(module.register_forward_hook(leave, always_call=True))
         try:
             yield
         finally:
             for handle in handles:
                 handle.remove()
+
+
+def _part(module: nn.Module, inside: str) -> str:
+    """The part that a module belongs to when it runs inside of another part's module."""
+    for kind, part in KINDS.items():
+        if isinstance(module, kind):
+            return part
+    return inside if inside in ("attention", "mlp") else REST
 
 
 def _storage_key(tensor: Tensor) -> int:
@@ -181,6 +211,13 @@ def reset_peaks(device: torch.device) -> None:
         # Where a container forbids it, the peak stays that of the whole process.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+
+
+def current(device: torch.device) -> int:
+    """Bytes now: of live tensors on a GPU, else of the process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return psutil.Process().memory_info().rss
 
 
 def peaks(device: torch.device) -> dict[str, int]:

@@ -8,7 +8,8 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from training import memory, throughput
+from training import memory, out_of_memory, throughput
+from training.memory_parts import memory_parts
 from training.units import GIB
 
 
@@ -18,6 +19,10 @@ class MetricsCallback(L.Callback):
     A row goes to every logger of the Trainer after the run's first optimizer step, after every step
     that ``log_every_n_steps`` divides and after the last one. Nothing waits for the device between
     rows, validations and checkpoints.
+
+    The summary also says what the memory is made of, how much of it there was before the forward
+    pass of the first step after the warm-up (parameters, gradients, optimizer), and, of a run that
+    ran out of memory, what was being allocated.
 
     Speed leaves out validation, checkpoints and the first ``warmup_steps`` steps of this process
     (kernels are compiled, the optimizer's state is made). Memory peaks start anew with the step
@@ -62,6 +67,9 @@ class MetricsCallback(L.Callback):
         self._mfus: list[float] = []
         self._last_loss: float | None = None
         self._peaks: dict[str, int] = {}
+        self._parts: dict[str, int] | None = None
+        self._before_forward: int | None = None
+        self._oom: dict[str, Any] = {}
 
     # What is measured, in the order in which it happens.
 
@@ -82,6 +90,7 @@ class MetricsCallback(L.Callback):
             if not self._measuring:
                 self._measuring = True
                 memory.reset_peaks(self._device)
+                self._before_forward = memory.current(self._device)
             self._watch.start()  # it stands after a validation or a checkpoint
 
     def on_before_optimizer_step(
@@ -122,6 +131,8 @@ class MetricsCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException
     ) -> None:
         self._peaks = memory.peaks(self._device)
+        if memory.is_out_of_memory(exception):  # now: the Trainer goes on to free the model
+            self._oom = out_of_memory.describe(exception, self._device)
 
     # What is kept over a resume.
 
@@ -141,14 +152,17 @@ class MetricsCallback(L.Callback):
         self._row_loss = state_dict["row_loss"]
         self._row_steps = state_dict["row_steps"]
 
-    def summary(self) -> dict[str, int | float | None]:
-        """The run in plain numbers; None for what was not measured or is not finite.
+    def summary(self) -> dict[str, Any]:
+        """The run in numbers; None for what was not measured or is not finite.
 
         Keys: ``train_loss_first`` (of step 1) and ``train_loss_last`` (the last row's: the mean of
         the steps since the row before), both in nats per token, ``tokens_per_s`` and ``mfu``
         (medians of the rows), ``peak_allocated_bytes`` and ``peak_reserved_bytes`` (GPU),
         ``peak_rss_bytes`` (CPU), ``saved_attention_bytes`` and ``saved_total_bytes`` (of one
-        micro-batch), ``steps`` and ``tokens`` (of the whole run, resumes included).
+        micro-batch), ``memory_before_forward_bytes`` (allocated on a GPU, else resident),
+        ``memory_parts_bytes`` (by part, see ``training.memory_parts``), ``steps`` and
+        ``tokens`` (of the whole run, resumes included); after an out-of-memory also what
+        ``training.out_of_memory.describe`` says.
         """
         return {
             "train_loss_first": _finite(self._first_loss),
@@ -160,8 +174,11 @@ class MetricsCallback(L.Callback):
             "peak_rss_bytes": self._peaks.get("rss"),
             "saved_attention_bytes": self._saved.attention if self._saved else None,
             "saved_total_bytes": self._saved.total if self._saved else None,
+            "memory_before_forward_bytes": self._before_forward,
+            "memory_parts_bytes": self._parts,
             "steps": self._steps,
             "tokens": self._tokens,
+            **self._oom,
         }
 
     def _count_saved(
@@ -170,6 +187,7 @@ class MetricsCallback(L.Callback):
         self._saved = memory.saved_for_backward(
             pl_module.model, tokens, precision=trainer.precision_plugin.forward_context()
         )
+        self._parts = memory_parts(pl_module.model, trainer.optimizers[0], self._saved)
         self._flops_per_token = pl_module.model.flops_per_token(tokens.size(1) - 1)
         if self._device.type == "cpu":
             memory.check_fits_in_ram(self._saved, tokens[:, 1:].numel())

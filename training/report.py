@@ -1,29 +1,26 @@
-"""Tables and the memory plot of many runs, from the summary.json in each run's folder."""
+"""Tables of many runs, from the summary.json in each run's folder; training.plots draws them."""
 
 import csv
 import io
 import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from omegaconf import OmegaConf
 from rich.table import Table
 from rich.text import Text
 
 from training.run_folder import replacing
-from training.units import GIB, in_gib
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+from training.scaling import Scaling, scaling_of_peak, scaling_of_saved
+from training.units import in_gib
 
 SUMMARY = "summary.json"
 FINISHED = ("ok", "oom")  # running out of memory is a result, not a failure
 
 Row = dict[str, Any]
-Point = tuple[int, float]  # sequence length, bytes
 
 # Of summary.json; they lead the CSV, which also has every other plain value a summary holds.
 _CSV_FIRST = ("folder", "overrides", "status", "attention", "model", "seq_len", "tokens_per_step")
@@ -32,14 +29,18 @@ _CSV_FIRST = ("folder", "overrides", "status", "attention", "model", "seq_len", 
 def read_rows(folders: Iterable[Path | str]) -> list[Row]:
     """One row per run folder: its summary.json and what is derived from it.
 
-    Added are ``folder`` (its name), ``overrides`` (its command line), ``peak_bytes`` (the peak
-    allocated on a GPU, resident on a CPU) and ``saved_attention_bytes_per_sequence``; None when not
-    measured.
+    Added are ``folder`` (its name, after its parent's where numbers repeat), ``path``,
+    ``overrides`` (its command line), ``peak_bytes`` (the peak allocated on a GPU, resident on a
+    CPU) and ``saved_attention_bytes_per_sequence``; None when not measured.
     """
     rows = []
-    for folder in map(Path, folders):
+    folders = list(map(Path, folders))
+    names = [folder.name for folder in folders]
+    repeated = len({_number(name) for name in names}) < len(names)
+    for folder in folders:
         row = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
-        row["folder"] = folder.name
+        row["folder"] = f"{folder.parent.name}/{folder.name}" if repeated else folder.name
+        row["path"] = folder
         row["overrides"] = _overrides(folder)
         row["peak_bytes"] = row.get("peak_allocated_bytes") or row.get("peak_rss_bytes")
         row["saved_attention_bytes_per_sequence"] = _per_sequence(row)
@@ -70,19 +71,25 @@ def longest_lengths(rows: list[Row]) -> dict[str, int]:
 # Tables
 
 
-def to_csv(rows: list[Row]) -> str:
-    """All plain values, in full precision and in bytes; one line per run."""
+def plain(rows: list[Row]) -> list[Row]:
+    """The values of each run that are numbers or texts, in full precision and in bytes."""
     plain = []
     for row in rows:
         values = {**row, "overrides": " ".join(row["overrides"])}
         if row.get("error"):
             values["error"] = " ".join(row["error"].split())
-        plain.append({k: v for k, v in values.items() if not isinstance(v, dict | list)})
-    keys = list(dict.fromkeys([*_CSV_FIRST, *(key for row in plain for key in row)]))
+        plain.append({k: v for k, v in values.items() if not isinstance(v, dict | list | Path)})
+    return plain
+
+
+def to_csv(rows: list[Row]) -> str:
+    """All plain values; one line per run."""
+    lines = plain(rows)
+    keys = list(dict.fromkeys([*_CSV_FIRST, *(key for row in lines for key in row)]))
     text = io.StringIO()
     writer = csv.DictWriter(text, keys, restval="", lineterminator="\n")
     writer.writeheader()
-    writer.writerows(plain)
+    writer.writerows(lines)
     return text.getvalue()
 
 
@@ -117,19 +124,31 @@ def _columns(rows: list[Row]) -> dict[str, list[str]]:
 
 def _run_names(rows: list[Row]) -> list[str]:
     """Each run's number in the sweep and the overrides not all runs share."""
+    return [
+        " ".join([_run_number(row), *different])
+        for row, different in zip(rows, _differences(rows), strict=True)
+    ]
+
+
+def _differences(rows: list[Row]) -> list[list[str]]:
+    """Each run's overrides that not all runs share, without those that have a column."""
     shared = set.intersection(*(set(row["overrides"]) for row in rows)) if len(rows) > 1 else set()
     in_a_column = ("attention=", "seq_len=")
     return [
-        " ".join(
-            [_run_number(row)]
-            + [o for o in row["overrides"] if o not in shared and not o.startswith(in_a_column)]
-        )
+        [o for o in row["overrides"] if o not in shared and not o.startswith(in_a_column)]
         for row in rows
     ]
 
 
 def _run_number(row: Row) -> str:
-    return row["folder"].split("_")[0]
+    parent, slash, name = row["folder"].rpartition("/")
+    return parent + slash + _number(name)
+
+
+def _number(name: str) -> str:
+    """Of a folder called <number>_<overrides>; another folder's whole name."""
+    number = name.split("_")[0]
+    return number if number.isdigit() else name
 
 
 def to_markdown(rows: list[Row]) -> str:
@@ -167,12 +186,22 @@ def notes(rows: list[Row]) -> list[str]:
             "losses do not compare: tokens per step differ; "
             f"give global_batch_tokens={_common_step(rows)}"
         )
+    lines += [scaling.note(name) for name, scaling in scalings(rows)]
     lines += [
-        f"run {_run_number(row)} ({row['status']}): {first_line(row['error'])}"
+        f"run {_run_number(row)} ({row['status']}): {_what_happened(row)}"
         for row in rows
         if row["status"] != "ok" and row.get("error")
     ]
     return lines
+
+
+def _what_happened(row: Row) -> str:
+    if not row.get("oom_tried_bytes"):
+        return first_line(row["error"])
+    return (
+        f"no room for {in_gib(row['oom_tried_bytes'])} GiB in {row['oom_where']} "
+        f"({row['oom_frame']}) beside {in_gib(row['oom_allocated_bytes'])} GiB"
+    )
 
 
 def _common_step(rows: list[Row]) -> int:
@@ -187,105 +216,30 @@ def first_line(text: str) -> str:
     return text.strip().splitlines()[0] if text.strip() else ""
 
 
-# Plot
+# Series: what a plot joins with a line and a fit goes through
 
 
-def plot_memory(rows: list[Row], path: Path) -> None:
-    """Memory over sequence length, both on log scales, one line per backend, as PNG.
+def series(rows: list[Row]) -> dict[str, list[Row]]:
+    """Runs by backend and by all that differs beside the length; those of unknown length left out.
 
-    Left: bytes that attention saves for the backward pass of one sequence, with the line's exponent
-    between its two longest lengths. Right: the run's peak. A cross marks a run that ran out of
-    memory; on the right it stands at what a micro-batch would have had to save.
+    By length within a series.
     """
-    # Imported here: every run loads this module, few draw.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator
-
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    for index, (label, runs) in enumerate(_series(rows).items()):
-        ok = [row for row in runs if row["status"] == "ok"]
-        oom = [row for row in runs if row["status"] == "oom"]
-        saved = "saved_attention_bytes_per_sequence"
-        slope = exponent(_points(ok, saved))
-        text = label if slope is None else f"{label}: N^{slope:.2f}"
-        missed = f"{label}: out of memory"
-        _draw(left, _points(ok, saved), _points(oom, saved), text, missed, f"C{index}")
-        peaks, needed = _points(ok, "peak_bytes"), _points(oom, "saved_total_bytes")
-        missed = f"{label}: would save for backward (out of memory)"
-        _draw(right, peaks, needed, label, missed, f"C{index}")
-    on_gpu = any(row.get("peak_allocated_bytes") for row in rows)
-    left.set_title("Saved for backward by attention, per sequence")
-    right.set_title("Peak allocated on the GPU" if on_gpu else "Peak resident memory (CPU)")
-    lengths = sorted({row["seq_len"] for row in rows if row.get("seq_len")})
-    for axes in (left, right):
-        axes.set(xscale="log", yscale="log", xlabel="N: sequence length (tokens)", ylabel="GiB")
-        axes.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
-        axes.minorticks_off()
-        # Memory often spans less than a decade: ticks at powers of 10 alone would leave it bare.
-        axes.set_ylim(*_whole_steps(axes.get_ylim()))
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
-        axes.grid(alpha=0.3)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
-    with replacing(path) as partial:
-        figure.savefig(partial, format="png", dpi=130)
-
-
-def _whole_steps(limits: tuple[float, float]) -> tuple[float, float]:
-    """The limits widened to 1, 2 or 5 times a power of 10."""
-    steps = [d * 10.0**e for e in range(-12, 13) for d in (1, 2, 5)]
-    low = max((step for step in steps if step <= limits[0]), default=limits[0])
-    high = min((step for step in steps if step >= limits[1]), default=limits[1])
-    return low, high
-
-
-def _series(rows: list[Row]) -> dict[str, list[Row]]:
-    """Runs by backend (and model, if there are several), those of unknown length left out."""
     several_models = len({row.get("model") for row in rows}) > 1
-    series = defaultdict(list)
-    for row in sorted(rows, key=lambda row: row.get("seq_len") or 0):
+    found = defaultdict(list)
+    for row, different in zip(rows, _differences(rows), strict=True):
         if row.get("seq_len"):
-            name = str(row["attention"])
-            series[f"{name}, {row['model']}" if several_models else name].append(row)
-    return dict(sorted(series.items()))
+            model = [str(row.get("model"))] if several_models else []
+            different = [o for o in different if not o.startswith("model=")]
+            found[", ".join([str(row.get("attention")), *model, *different])].append(row)
+    return {name: sorted(found[name], key=lambda row: row["seq_len"]) for name in sorted(found)}
 
 
-def _draw(
-    axes: "Axes", points: list[Point], crosses: list[Point], fitted: str, missed: str, color: str
-) -> None:
-    """One backend's line and crosses for what did not fit, with their names in the legend."""
-    if points:
-        axes.plot(*_in_gib(points), "o-", color=color, label=fitted)
-    if crosses:
-        axes.plot(*_in_gib(crosses), "x", color=color, ms=10, label=missed)
-
-
-def _in_gib(points: list[Point]) -> tuple[list[int], list[float]]:
-    return [n for n, _ in points], [value / GIB for _, value in points]
-
-
-def _points(rows: list[Row], key: str) -> list[Point]:
-    """(length, bytes) by length; of several runs at one length the highest."""
-    highest: dict[int, float] = {}
-    for row in rows:
-        if row.get(key):
-            highest[row["seq_len"]] = max(highest.get(row["seq_len"], 0), row[key])
-    return sorted(highest.items())
-
-
-def exponent(points: list[Point]) -> float | None:
-    """b of bytes = a * N^b through the two longest lengths; None for fewer than two points.
-
-    The longest, because shorter lengths show the smaller powers of N as well.
-    """
-    if len(points) < 2:
-        return None
-    (n0, low), (n1, high) = points[-2:]
-    return math.log(high / low) / math.log(n1 / n0)
+def scalings(rows: list[Row]) -> Iterator[tuple[str, Scaling]]:
+    """Each series of several lengths with the fits of its memory."""
+    for name, runs in series(rows).items():
+        if len({row["seq_len"] for row in runs}) > 1:
+            yield name, scaling_of_saved(runs)
+            yield name, scaling_of_peak(runs)
 
 
 def write_text(path: Path, text: str) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from lightning.pytorch.loggers import Logger
@@ -27,6 +28,7 @@ from training.devices import Hardware, versions
 from training.errors import ConfigError, DivergedError
 from training.memory import is_out_of_memory
 from training.metrics import MetricsCallback
+from training.out_of_memory import describe
 from training.run_folder import held, replacing, unusable
 from training.signals import sigterm_interrupts
 from training.units import in_gib
@@ -116,12 +118,16 @@ class RunSummary:
         if self.values is self.earlier:
             return False
         status, message, code = outcome(error)
+        measured = self._measured()
+        if status == "oom" and "oom_where" not in measured:  # outside of the training
+            device = torch.device(self.values.get("device") or "cpu")
+            measured |= describe(error, device)
         self.update(
             status=status,
             exit_code=code,
             error=message,
             wall_s=round(time.monotonic() - self._started, 3),
-            **self._measured(),
+            **measured,
         )
         try:  # the result first: finishing may wait for a network
             keep = error is not None and self.earlier is not None and not self._trained()
@@ -168,6 +174,8 @@ class RunSummary:
                 message = f"{message}\nThe full traceback is in {file}"
         if status == "interrupted" and not (self.run_dir / "checkpoints" / CHECKPOINT).exists():
             message = "stopped from outside, before the first checkpoint"
+        if status == "oom" and self.values.get("oom_tried_bytes"):
+            message = f"{message} (in {self.values['oom_where']}: {self.values['oom_frame']})"
         if full_traceback_wanted():
             traceback.print_exception(error)
         label = {"error": "error", "oom": "out of memory"}.get(status, status)

@@ -1,45 +1,63 @@
 """Sweeps: every job is a process of its own, so that no job's memory or failure reaches another."""
 
 import json
+import math
 import os
+import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn
+from hydra.errors import HydraException
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from rich.console import Console
 
 from training import report
+from training.comparison import print_report, write_report, write_tables
 from training.report import SUMMARY
 from training.signals import sigterm_interrupts
 
 TRAIN_SCRIPT = Path(__file__).resolve().parents[1] / "train.py"
+POINT = "sweep_point.yaml"  # of a job's folder: the config its summary is of
+NO_POINT = ("run_dir", "output_dir", "resume", "logger", "sweep")  # keys that no result depends on
+# What is kept of an earlier sweep, by sweep.rerun.
+KEPT = {"failed": ("ok", "oom"), "oom": ("ok",), "all": ()}
 EXIT_FAILED = 1
+EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 STOP_GRACE_S = 30.0  # for an interrupted job to write its summary
 DRAIN_S = 5.0  # for the last output of a job that has ended
 WINDOWS = sys.platform == "win32"
 
 
-def run_job(hydra_cfg: DictConfig, script: Path = TRAIN_SCRIPT) -> dict[str, Any]:
+def run_job(cfg: DictConfig, hydra_cfg: DictConfig, script: Path = TRAIN_SCRIPT) -> dict[str, Any]:
     """Run one job of a sweep as ``python train.py <its overrides>``; return its summary.
 
     The job's output is shown as it comes and kept in ``console.log`` of its folder. A job that died
     without a summary.json gets one with status "crashed" and its ``exit_code`` or ``signal``. A job
     that fails, in whatever way, raises nothing here.
 
+    A job whose config the sweep's folder holds already, under whatever number, is not run again if
+    it ended well enough for ``cfg.sweep.rerun``.
+
     Ctrl-C or SIGTERM stops the job (a second one at once, without a summary) and then the sweep.
 
     Args:
+        cfg: the job's config.
         hydra_cfg: ``HydraConfig.get()`` inside the job.
         script: the program to run.
+
+    Returns:
+        The summary, with ``folder`` (the run's) and ``kept`` (whether it is of an earlier sweep).
 
     Raises:
         SystemExit: with code 130, when the sweep is interrupted.
@@ -48,12 +66,16 @@ def run_job(hydra_cfg: DictConfig, script: Path = TRAIN_SCRIPT) -> dict[str, Any
     folder.mkdir(parents=True, exist_ok=True)
     number = hydra_cfg.job.num
     print(f"\n=== job {number}: {' '.join(hydra_cfg.overrides.task)}", flush=True)
-    if (folder / SUMMARY).exists():  # of an earlier sweep in the same folder
-        summary = _read_summary(folder)
-        if summary["status"] == "ok":
-            print(f"=== job {number}: ok already, kept as it is", flush=True)
-            return summary
-        (folder / SUMMARY).unlink()
+    point = _point(cfg)
+    if finished := _find_finished(folder, point, KEPT[cfg.sweep.rerun]):
+        summary = _read_summary(finished)
+        where = "" if finished == folder else f" in {finished.name}"
+        print(f"=== job {number}: {summary['status']} already{where}, kept as it is", flush=True)
+        if finished != folder:
+            _remove_unused(folder)
+        return {**summary, "folder": str(finished), "kept": True}
+    (folder / SUMMARY).unlink(missing_ok=True)
+    report.write_text(folder / POINT, point)
     command = [sys.executable, str(script), *_arguments(hydra_cfg, folder)]
     try:
         with sigterm_interrupts():
@@ -66,7 +88,32 @@ def run_job(hydra_cfg: DictConfig, script: Path = TRAIN_SCRIPT) -> dict[str, Any
         print(f"error: {_read_summary(folder)['error']}", flush=True)  # the job could not say it
     summary = _read_summary(folder)
     print(f"=== job {number}: {summary['status']}", flush=True)
-    return summary
+    return {**summary, "folder": str(folder), "kept": False}
+
+
+def _point(cfg: DictConfig) -> str:
+    """What makes a job this job and no other: its config, less what decides no number."""
+    plain = OmegaConf.to_container(cfg, resolve=False)
+    return OmegaConf.to_yaml({key: plain[key] for key in sorted(plain) if key not in NO_POINT})
+
+
+def _find_finished(folder: Path, point: str, kept: tuple[str, ...]) -> Path | None:
+    """The folder of this sweep that holds the same point with one of the kept statuses."""
+    for other in [folder, *sorted(folder.parent.iterdir())]:
+        files = (other / POINT, other / SUMMARY)
+        if (
+            all(file.exists() for file in files)
+            and files[0].read_text(encoding="utf-8") == point
+            and _read_summary(other)["status"] in kept
+        ):
+            return other
+    return None
+
+
+def _remove_unused(folder: Path) -> None:
+    """The folder Hydra made for a job that another folder holds, if that is all there is in it."""
+    if {path.name for path in folder.iterdir()} <= {".hydra"}:
+        shutil.rmtree(folder)
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:
@@ -164,44 +211,97 @@ def _write_crash_summary(hydra_cfg: DictConfig, folder: Path, return_code: int) 
 
 
 class SweepReport(Callback):
-    """Writes a sweep's tables (anew after every job) and, at its end, its plot.
+    """Writes a sweep's tables (anew after every job) and, at its end, its plots.
 
-    In the sweep's folder: sweep.csv, sweep.md and memory_vs_length.png. The table is also printed.
+    In the sweep's folder: sweep.csv, sweep.md and the plots of ``training.plots``. The table is
+    also printed, and table and plots go to a W&B run of their own unless ``logger.wandb`` is null.
     The program's exit code is 1 when a job ended other than "ok" or "oom".
     """
 
     def __init__(self) -> None:
         self._folders: list[Path] = []
+        self._started = self._job_started = time.monotonic()
+        self._seconds: list[float] = []  # of each job that was run
+        self._total: int | None = None
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        rerun = config.sweep.rerun
+        if rerun not in KEPT:
+            print(
+                f"error: sweep.rerun={rerun} is not accepted; give one of {', '.join(KEPT)}",
+                file=sys.stderr,
+            )
+            sys.exit(EXIT_BAD_INPUT)
+        self._started = time.monotonic()
+        self._total = count_jobs(config.hydra)
+
+    def on_job_start(self, config: DictConfig, **kwargs: Any) -> None:
+        self._job_started = time.monotonic()
 
     def on_job_end(self, config: DictConfig, job_return: JobReturn, **kwargs: Any) -> None:
-        if config.hydra.mode == RunMode.MULTIRUN:
-            self._folders.append(Path(config.hydra.runtime.output_dir))
-            _write_tables(report.read_rows(self._folders), Path(config.hydra.sweep.dir))
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return
+        job = job_return.return_value
+        self._folders.append(Path(job["folder"]))
+        if not job["kept"]:
+            self._seconds.append(time.monotonic() - self._job_started)
+        write_tables(report.read_rows(self._folders), Path(config.hydra.sweep.dir))
+        print(f"=== {self._progress()}", flush=True)
+
+    def _progress(self) -> str:
+        done = len(self._folders)
+        elapsed = duration(time.monotonic() - self._started)
+        if self._total is None:
+            return f"{done} jobs done, {elapsed} elapsed"
+        text = f"job {done} of {self._total} done, {elapsed} elapsed"
+        left = self._total - done
+        if left and self._seconds:
+            # Of those left, some may be kept, and longer sequences take longer.
+            return f"{text}, about {duration(left * statistics.mean(self._seconds))} left"
+        return text
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
         folder = Path(config.hydra.sweep.dir)
         try:
             rows = report.read_rows(self._folders)
-            _write_tables(rows, folder)
-            report.plot_memory(rows, folder / "memory_vs_length.png")
-            _print_report(rows, folder)
+            plots = write_report(rows, folder)
+            print_report(rows, folder)
         except Exception as error:  # Hydra would make it a warning and exit with 0
             print(f"error: the report in {folder} could not be made: {error}", file=sys.stderr)
+            sys.exit(EXIT_FAILED)
+        try:
+            self._log(config, folder, rows, plots)
+        except Exception as error:
+            print(f"error: W&B did not take the report in {folder}: {error}", file=sys.stderr)
             sys.exit(EXIT_FAILED)
         if any(row["status"] not in report.FINISHED for row in rows):
             sys.exit(EXIT_FAILED)
 
+    @staticmethod
+    def _log(config: DictConfig, folder: Path, rows: list[report.Row], plots: list[Path]) -> None:
+        if config.logger.wandb:
+            from training.loggers import log_report
 
-def _write_tables(rows: list[report.Row], folder: Path) -> None:
-    report.write_text(folder / "sweep.csv", report.to_csv(rows))
-    report.write_text(folder / "sweep.md", report.to_markdown(rows))
+            log_report(config.logger.wandb, folder, report.plain(rows), plots)
 
 
-def _print_report(rows: list[report.Row], folder: Path) -> None:
-    # Into a file or a pipe, rich would cut the table at 80 columns.
-    console = Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-    console.print()
-    console.print(report.to_rich(rows))
-    for line in report.notes(rows):
-        console.print(line, markup=False)
-    console.print(f"sweep.csv, sweep.md, memory_vs_length.png in {folder}", markup=False)
+def count_jobs(hydra_cfg: DictConfig) -> int | None:
+    """How many jobs a sweep has; None where its sweeper decides that as it goes."""
+    if not hydra_cfg.sweeper._target_.endswith("BasicSweeper"):
+        return None
+    params = [f"{key}={value}" for key, value in (hydra_cfg.sweeper.params or {}).items()]
+    try:
+        given = OverridesParser.create().parse_overrides([*hydra_cfg.overrides.task, *params])
+        sweeps = [o for o in given if o.is_sweep_override()]
+        return math.prod(len(list(sweep.sweep_string_iterator())) for sweep in sweeps)
+    except HydraException:  # a glob, which needs the configs
+        return None
+
+
+def duration(seconds: float) -> str:
+    """To the second; in hours and minutes where that is long."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

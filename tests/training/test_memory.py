@@ -103,6 +103,30 @@ def test_the_fake_count_equals_the_real_one(backend, dropout, dtype):
         return saved_for_backward(model, tokens(2, 32), precision=autocast, fake=fake)
 
     assert count(fake=True) == count(fake=False)
+    assert count(fake=True).parts == count(fake=False).parts
+
+
+@pytest.mark.parametrize("backend", [NaiveAttention, FlashAttentionV1])
+def test_every_byte_belongs_to_one_part(backend):
+    saved = saved_for_backward(tiny_gpt(backend()), tokens(2, 32))
+    assert sum(saved.parts.values()) == saved.total
+    assert saved.parts["attention"] == saved.attention
+
+
+def test_the_parts_of_a_gpt_by_hand():
+    b, n, width, vocab, layers, heads = 3, 32, 32, 64, 2, 2
+    parts = saved_for_backward(tiny_gpt(FlashAttentionV1(), n=n), tokens(b, n)).parts
+    rows = b * n * 4  # bytes of a float32 for each token
+    assert parts["attention"] == layers * rows * (4 * width + 2 * heads)  # q, k, v, o, m and l
+    # The linear layers save the norm's output and GELU's output; GELU saves its input.
+    assert parts["mlp"] == layers * rows * (width + 4 * width + 4 * width)
+    # The head saves the last norm's output, the loss the log-probabilities, its targets (a copy)
+    # and their number.
+    assert parts["logits_and_loss"] == rows * width + rows * vocab + b * n * 8 + 4
+    # A block's: the inputs of both norms with mean and 1/deviation, and the input of qkv (that of
+    # proj is o). Then the last norm's input, and the ids.
+    block = rows * (2 * (width + 2) + width)
+    assert parts["rest"] == layers * block + rows * (width + 2) + b * (n + 1) * 8
 
 
 def test_bytes_of_a_whole_model_by_hand():

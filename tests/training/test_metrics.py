@@ -1,6 +1,8 @@
 """The metrics callback inside real Lightning runs of a tiny GPT, on a clock under control."""
 
+import sys
 from functools import partial
+from unittest.mock import Mock
 
 import lightning as L
 import pytest
@@ -312,6 +314,66 @@ def test_a_micro_batch_beyond_ram_is_refused_before_the_first_step(clock, monkey
     assert summary["steps"] == 0
     assert summary["saved_total_bytes"] > 100
     assert summary["peak_rss_bytes"] > 0
+
+
+def test_an_out_of_memory_says_where_before_the_trainer_frees_the_model(clock):
+    class Full(Model):
+        def training_step(self, batch, batch_idx):
+            if len(self.losses) == 2:
+                torch.empty(2**60, dtype=torch.uint8)
+            return super().training_step(batch, batch_idx)
+
+    callback = MetricsCallback()
+    with pytest.raises(RuntimeError, match="allocate memory"):
+        fit(callback, Full(clock), 2)
+    summary = callback.summary()
+    assert summary["oom_tried_bytes"] == 2**60
+    assert summary["oom_where"] == "training_step"
+    assert summary["oom_allocated_bytes"] > 50 * 2**20
+
+
+def test_an_out_of_memory_of_the_optimizer_or_of_backward_inside_the_trainer_is_named(
+    clock, monkeypatch
+):
+    full = Mock(side_effect=torch.OutOfMemoryError)  # a new one each time
+    full.run_backward = full
+
+    def where(owner, name: str) -> str:
+        callback = MetricsCallback()
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, full)
+            with pytest.raises(torch.OutOfMemoryError):
+                fit(callback, Model(clock), 1)
+        return callback.summary()["oom_where"]
+
+    # torch.optim.adam is no attribute of torch.optim.
+    assert where(sys.modules["torch.optim.adam"], "_fused_adam") == "optimizer step"
+    assert where(torch.autograd.Variable, "_execution_engine") == "backward"
+
+
+def test_the_memory_before_forward_is_that_of_the_first_step_measured(clock, monkeypatch):
+    model, asked = Model(clock), []
+
+    def current(device):
+        asked.append(len(model.losses))
+        return 123
+
+    monkeypatch.setattr(metrics.memory, "current", current)
+    callback = MetricsCallback(warmup_steps=2)
+    fit(callback, model, 4)
+    assert asked == [2 * ACCUMULATE]
+    assert callback.summary()["memory_before_forward_bytes"] == 123
+
+
+@pytest.mark.gpu
+def test_memory_before_forward_on_a_gpu_is_parameters_gradients_and_optimizer():
+    callback = MetricsCallback()
+    fit(callback, Model(Clock()), 4, accelerator="gpu", devices=1)
+    parts = callback.summary()["memory_parts_bytes"]
+    held = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    # The allocator rounds each tensor up to 512 bytes; a batch and a loss are there too.
+    before = callback.summary()["memory_before_forward_bytes"]
+    assert held < before < held + 2**20
 
 
 def test_summary_of_a_run(clock):

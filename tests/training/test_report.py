@@ -2,53 +2,13 @@
 
 import csv
 import io
-import json
 
 import pytest
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from training import report
-from training.report import exponent, longest_lengths, read_rows, to_csv, to_markdown, to_rich
+from training.report import longest_lengths, read_rows, to_csv, to_markdown, to_rich
 from training.units import GIB
-
-
-@pytest.fixture
-def make_run(tmp_path):
-    """Write a run folder; return its path."""
-
-    def make(number: int, overrides: list[str] = (), **summary):
-        folder = tmp_path / f"{number}_{','.join(overrides)}"
-        (folder / ".hydra").mkdir(parents=True)
-        (folder / ".hydra" / "overrides.yaml").write_text(json.dumps(list(overrides)))
-        values = {"status": "ok", "attention": "naive", "model": "tiny", **summary}
-        (folder / "summary.json").write_text(json.dumps(values))
-        return folder
-
-    return make
-
-
-@pytest.fixture
-def sweep(make_run):
-    """Two backends at three lengths; naive runs out of memory at the longest."""
-    folders = []
-    for backend, power in (("flash_v1", 1), ("naive", 2)):
-        for n in (1024, 2048, 4096):
-            saved = n**power * GIB // 1024
-            values = {
-                "attention": backend,
-                "seq_len": n,
-                "micro_batch_size": 4,
-                "saved_attention_bytes": 4 * saved,
-                "saved_total_bytes": 5 * saved,
-                "peak_rss_bytes": 8 * saved,
-                "tokens_per_s": 1234.5,
-            }
-            if (backend, n) == ("naive", 4096):
-                values |= {"status": "oom", "error": "no room\nadvice", "peak_rss_bytes": None}
-            overrides = [f"attention={backend}", f"seq_len={n}", "max_steps=2"]
-            folders.append(make_run(len(folders), overrides, **values))
-    return read_rows(folders)
 
 
 def test_rows_keep_the_summary_and_add_what_is_derived(make_run):
@@ -104,6 +64,59 @@ def test_markdown_shows_gib_and_the_longest_length_of_each_backend(sweep):
     assert "- longest seq_len that trained with flash_v1: 4,096" in lines
     assert "- longest seq_len that trained with naive: 2,048" in lines
     assert "- run 5 (oom): no room" in lines
+    assert any(
+        line.startswith(
+            "- saved for backward by attention of flash_v1: N^1.000 (95% interval 1.000"
+        )
+        and line.endswith(": 0 within error")
+        for line in lines
+    )
+    assert any(
+        line.startswith("- saved for backward by attention of naive: N^2.000")
+        and "c = 1.05e+06 ±" in line  # GiB / 1024 bytes
+        and line.endswith(": greater than 0")
+        for line in lines
+    )
+    assert "- peak memory of naive: not fitted (2 lengths; 3 unknowns and their" in to_markdown(
+        sweep
+    )
+
+
+def test_an_out_of_memory_is_noted_with_what_was_being_allocated(make_run):
+    row = make_run(
+        0,
+        status="oom",
+        error="CUDA out of memory. Tried to allocate 3.00 GiB. And advice",
+        oom_tried_bytes=3 * GIB,
+        oom_where="blocks.3.attention.kernel",
+        oom_frame="flash_attention/naive.py:45 in naive_attention",
+        oom_allocated_bytes=GIB // 2,
+    )
+    expected = (
+        "- run 0 (oom): no room for 3.000 GiB in blocks.3.attention.kernel "
+        "(flash_attention/naive.py:45 in naive_attention) beside 0.5 GiB"
+    )
+    assert expected in to_markdown(read_rows([row])).splitlines()
+
+
+def test_series_keep_apart_what_differs_beside_the_length(make_run):
+    rows = read_rows(
+        make_run(2 * i + j, [f"seq_len={n}", f"loss={loss}"], seq_len=n)
+        for i, n in enumerate((64, 128))
+        for j, loss in enumerate(("full", "chunked"))
+    )
+    found = {name: [row["seq_len"] for row in runs] for name, runs in report.series(rows).items()}
+    assert found == {"naive, loss=chunked": [64, 128], "naive, loss=full": [64, 128]}
+
+
+def test_runs_of_one_number_in_two_sweeps_are_told_apart_by_their_folders(make_run, tmp_path):
+    first = make_run(0)
+    (tmp_path / "other").mkdir()
+    second = first.rename(tmp_path / "other" / first.name)
+    first = make_run(0)
+    text = to_markdown(read_rows([first, second]))
+    assert "| other/0 | ok |" in text
+    assert f"| {tmp_path.name}/0 | ok |" in text
 
 
 @pytest.fixture
@@ -170,82 +183,9 @@ def test_a_failed_run_is_not_a_length_that_trained(sweep):
     assert longest_lengths(sweep) == {"flash_v1": 4096, "naive": 2048}
 
 
-@pytest.mark.parametrize("power", [1, 2])
-def test_exponent_of_a_power_law(power):
-    assert exponent([(n, 3.0 * n**power) for n in (64, 128, 512)]) == pytest.approx(power)
-
-
-def test_exponent_is_that_of_the_longest_lengths():
-    points = [(n, n**2 + 1000 * n) for n in (10, 100, 10**5, 10**6)]
-    assert exponent(points) == pytest.approx(2, abs=0.01)
-
-
-def test_one_length_has_no_exponent():
-    assert exponent([(64, 3.0)]) is None
-
-
-@pytest.fixture
-def drawn(monkeypatch, tmp_path):
-    """Draw the plot of rows; return the lines of its two panels as {legend text: points}."""
-
-    def draw(rows):
-        panels = []
-        original = Figure.savefig
-
-        def savefig(figure, *args, **kwargs):
-            for axes in figure.axes:
-                lines = axes.get_lines()
-                panels.append({s.get_label(): list(map(tuple, s.get_xydata())) for s in lines})
-            original(figure, *args, **kwargs)
-
-        monkeypatch.setattr(Figure, "savefig", savefig)
-        report.plot_memory(rows, tmp_path / "memory.png")
-        assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-        return panels
-
-    return draw
-
-
-def test_plot_shows_what_one_sequence_saves_with_exponents(sweep, drawn):
-    saved, _ = drawn(sweep)
-    assert saved["flash_v1: N^1.00"] == [(1024, 1), (2048, 2), (4096, 4)]
-    assert saved["naive: N^2.00"] == [(1024, 1024), (2048, 4096)]
-
-
-def test_plot_marks_runs_out_of_memory(sweep, drawn):
-    saved, peak = drawn(sweep)
-    assert saved["naive: out of memory"] == [(4096, 16 * 1024)]
-    assert peak["naive: would save for backward (out of memory)"] == [(4096, 5 * 16 * 1024)]
-    assert "naive: out of memory" not in peak
-
-
-def test_plot_shows_the_peak(sweep, drawn):
-    _, peak = drawn(sweep)
-    assert peak["flash_v1"] == [(1024, 8), (2048, 16), (4096, 32)]
-
-
-def test_plot_keeps_models_apart(make_run, drawn):
-    common = {"seq_len": 64, "micro_batch_size": 1, "saved_attention_bytes": GIB}
-    rows = read_rows([make_run(i, model=m, **common) for i, m in enumerate(("tiny", "big"))])
-    assert set(drawn(rows)[0]) == {"naive, tiny", "naive, big"}
-
-
-def test_plot_of_a_sweep_where_all_crashed_is_empty(make_run, drawn):
-    rows = read_rows([make_run(0, status="crashed", seq_len=None, error="gone")])
-    assert drawn(rows) == [{}, {}]
-
-
 def test_a_file_is_never_half_written(tmp_path):
     path = tmp_path / "table.md"
     path.write_text("old")
     with pytest.raises(UnicodeEncodeError):
         report.write_text(path, "new \ud800")
     assert path.read_text() == "old"
-
-
-@pytest.mark.parametrize(
-    ("limits", "widened"),
-    [((0.63, 0.95), (0.5, 1)), ((2, 50), (2, 50)), ((0.0011, 7), (0.001, 10))],
-)
-def test_the_memory_axis_ends_at_labelled_steps(limits, widened):
-    assert report._whole_steps(limits) == pytest.approx(widened)
