@@ -18,14 +18,14 @@ def plot_positions(runs: dict[str, list[Row]], path: Path) -> None:
     """Mean loss over position in the sequence, one colour a run, as PNG.
 
     runs: a name and the rows of its loss_by_position (training.positions.Bucket). Each bucket is a
-    level line over its positions; dashed, the same over the tokens whose context is all of their
-    own document.
+    level line over its positions; dashed, the same over the tokens whose document reaches back at
+    least as far as the bucket starts.
     """
     figure, axes = _new_figure()
     for index, (name, rows) in enumerate(runs.items()):
         for key, style, label in (
             ("loss", "-", f"{name} tokens" if len(runs) == 1 else name),
-            ("loss_own", "--", "of a document as long" if len(runs) == 1 else None),
+            ("loss_own", "--", "documents that reach as far back" if len(runs) == 1 else None),
         ):
             known = [row for row in rows if row[key] is not None]
             _draw_buckets(axes, known, key, style, label, f"C{index}")
@@ -36,7 +36,7 @@ def plot_positions(runs: dict[str, list[Row]], path: Path) -> None:
     axes.set_xticks([start, *ends], ["0", *(f"{end:,}" for end in ends)], rotation=30)
     title = "Loss by position"
     if len(runs) > 1:
-        title += "; dashed: documents that reach back to the bucket's start"
+        title += " (dashed: documents that reach as far back)"
     axes.set_title(title, fontsize="medium")
     _finish(figure, axes, path)
 
