@@ -112,11 +112,11 @@ class Recall:
     def targets(self, tokens: Tensor) -> Tensor:
         """What the loss is of, int64 [B, N], of tokens [B, N + 1]: IGNORE where nothing counts.
 
-        Other tokens would only dilute the loss: most cannot be known. The last of each row stays in
-        any case, so that the loss of a row is never that of nothing.
+        Other tokens would only dilute the loss: most cannot be known. Of a row in which nothing
+        counts the last one stays, so that no loss is that of nothing.
         """
         counted = self.counted(tokens)
-        counted[:, -1] = True
+        counted[:, -1] |= ~counted.any(1)
         return tokens[:, 1:].where(counted, IGNORE)
 
     def _check(self) -> None:
