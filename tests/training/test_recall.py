@@ -46,7 +46,7 @@ class Log(L.pytorch.loggers.Logger):
     def log_hyperparams(self, *args, **kwargs): ...
 
 
-def validate(data, distance):
+def validate(data, distance, times=1):
     callback, log = RecallAccuracy(), Log()
     trainer = L.Trainer(
         accelerator="cpu",
@@ -56,7 +56,8 @@ def validate(data, distance):
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.validate(Validated(distance), data, verbose=False)
+    for _ in range(times):
+        trainer.validate(Validated(distance), data, verbose=False)
     return callback, log
 
 
@@ -111,6 +112,11 @@ def test_batches_are_weighted_by_the_symbols_that_count(data):
         answers = batch["tokens"][:, 1:][where]
         right, counted = right + int((answers == 97).sum()), counted + len(answers)
     assert callback.accuracy == right / counted
+
+
+def test_each_validation_counts_anew(data):
+    once, twice = (validate(data(37), 0, times=times)[0] for times in (1, 2))
+    assert (twice.n_symbols, twice.accuracy) == (once.n_symbols, once.accuracy)
 
 
 def test_another_corpus_has_no_recall(data, capsys):
