@@ -11,7 +11,7 @@ from lightning.pytorch import LightningDataModule
 from torch.utils.data import DataLoader
 
 from data.errors import DataError, damaged
-from data.packing import PackedSequences
+from data.packing import PackedSequences, WithTargets
 from data.prepare import TokenSplit, open_split, prepare
 from data.sampler import EndlessBatches
 
@@ -22,6 +22,9 @@ BLOCK = 2**20  # tokens looked at on either end of a larger one
 
 class TokenDataModule(LightningDataModule):
     """Batches {"tokens": int64 [micro_batch_size, seq_len + 1]} of a tokenised corpus.
+
+    Where only some tokens count for the loss, they also hold "targets", int64
+    [micro_batch_size, seq_len], with models.loss.IGNORE for the others: `corpus.targets` says.
 
     corpus              makes the corpus from `corpus_settings`: a class of data.corpora
     tokenizer           one of data.tokenizers
@@ -106,6 +109,13 @@ class TokenDataModule(LightningDataModule):
         n_bytes = len(self.tokenizer.decode(targets).encode("utf-8"))
         self.bytes_per_token = n_bytes / self.n_val_tokens
 
+    def val_document_lengths(self) -> torch.Tensor:
+        """Tokens that validation reads of each document, its end of text included, int64."""
+        tokens = self._val.tokens[: self.n_val_tokens + 1]
+        ends = np.flatnonzero(tokens == self.tokenizer.eot)
+        lengths = np.diff(ends, prepend=-1, append=len(tokens) - 1)
+        return torch.from_numpy(lengths[lengths > 0])  # the last is 0 if a document ends there
+
     def train_dataloader(self) -> DataLoader:
         """All micro-batches of the run, from the first that it has not seen."""
         self._align_trainer()
@@ -176,6 +186,8 @@ class TokenDataModule(LightningDataModule):
         return min(len(self._val), max(1, self.val_tokens // self.seq_len))
 
     def _loader(self, dataset, **order) -> DataLoader:
+        if hasattr(self.corpus, "targets"):
+            dataset = WithTargets(dataset, self.corpus.targets)
         cuda = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         return DataLoader(
             dataset,
@@ -207,6 +219,8 @@ class TokenDataModule(LightningDataModule):
             count.completed = done - lag
 
     def _check_settings(self) -> None:
+        if hasattr(self.corpus, "check"):
+            self.corpus.check(self.tokenizer)
         fraction, tokens, workers = self.val_fraction, self.val_tokens, self.num_workers
         if not (isinstance(fraction, int | float) and 0 < fraction < 1):
             raise DataError(

@@ -1,5 +1,6 @@
 """Sequences of one length cut out of a flat file of tokens."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -33,3 +34,21 @@ class PackedSequences(Dataset):
         start = i * self.seq_len
         tokens = self.tokens[start : start + self.seq_len + 1].astype(np.int64)
         return {"tokens": torch.from_numpy(tokens)}
+
+
+class WithTargets(Dataset):
+    """The sequences of another data set with what of them counts for the loss.
+
+    targets: makes int64 [B, N] of tokens [B, N + 1].
+    """
+
+    def __init__(self, sequences: Dataset, targets: Callable[[torch.Tensor], torch.Tensor]):
+        self.sequences, self.targets = sequences, targets
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def __getitem__(self, i: int) -> dict[str, torch.Tensor]:
+        """{"tokens": int64 [seq_len + 1], "targets": int64 [seq_len]}"""
+        tokens = self.sequences[i]["tokens"]
+        return {"tokens": tokens, "targets": self.targets(tokens[None])[0]}

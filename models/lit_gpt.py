@@ -6,12 +6,15 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from models.gpt import GPT
-from models.loss import cross_entropy
+from models.loss import IGNORE, cross_entropy
 from models.optim import AdamWCosine
 
 
 class LitGPT(L.LightningModule):
     """Trains ``model`` on batches ``{"tokens": int64 [B, N + 1]}``: N inputs and their successors.
+
+    A batch may hold ``"targets"`` too, int64 ``[B, N]``: the successors, -100 for those that do not
+    count.
 
     Args:
         model: the GPT.
@@ -31,19 +34,28 @@ class LitGPT(L.LightningModule):
         if compile:
             self.model.compile()  # in place, unlike torch.compile: no `_orig_mod.` in state_dict
 
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Mean next-token loss in nats of tokens ``[B, N + 1]``."""
-        return cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+    def loss(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Mean next-token loss in nats of tokens ``[B, N + 1]``, of targets only if given."""
+        targets = tokens[:, 1:] if targets is None else targets
+        return cross_entropy(self.model(tokens[:, :-1]), targets)
+
+    def token_losses(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Each next token's loss, float32 ``[B, N]``; 0 where it does not count."""
+        targets = tokens[:, 1:] if targets is None else targets
+        return cross_entropy(self.model(tokens[:, :-1]), targets, reduction="none")
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        return self.loss(batch["tokens"])
+        return self.loss(batch["tokens"], batch.get("targets"))
 
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        tokens = batch["tokens"]
-        n_targets = tokens[:, 1:].numel()
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> dict[str, Tensor]:
+        """Returns ``{"losses": float32 [B, N]}``, each token's own, for callbacks."""
+        targets = batch.get("targets")
+        losses = self.token_losses(batch["tokens"], targets)
+        n_targets = losses.numel() if targets is None else int((targets != IGNORE).sum())
         # Weighted by targets, so that a smaller last batch does not count like a whole one.
         # Kept for the callback that reports validations; written by it, not by Lightning too.
-        self.log("val/loss", self.loss(tokens), batch_size=n_targets, logger=False)
+        self.log("val/loss", losses.sum() / n_targets, batch_size=n_targets, logger=False)
+        return {"losses": losses}
 
     def configure_optimizers(self) -> dict:
         # The float16 scaler and a fused optimizer together would clip gradients still scaled.

@@ -245,6 +245,12 @@ def test_every_choice_composes_and_resolves(choice):
 
 # What makes an experiment small enough for a test; everything else is its own setting.
 EXPERIMENT_SIZES = {
+    "context_gain": [
+        "seq_len=64",
+        "global_batch_tokens=128",
+        "callbacks.loss_by_position.first=16",
+        "max_steps=2",
+    ],
     "gpt2_small_8k": [
         "seq_len=64",
         "global_batch_tokens=128",
@@ -254,6 +260,7 @@ EXPERIMENT_SIZES = {
     ],
     "long_context": ["seq_len=64", "global_batch_tokens=128", "max_steps=11"],
     "parity": ["seq_len=64", "global_batch_tokens=128", "max_steps=4"],
+    "recall": ["seq_len=64", "global_batch_tokens=128", "max_steps=2", "data.val_tokens=2048"],
 }
 
 
@@ -272,11 +279,13 @@ def test_every_experiment_runs_with_its_own_settings(tmp_path, experiment, deter
             "model.n_layer=1",
             "model.n_head=2",
             "model.width=32",
-            "data=text_files",
-            f"data.files='{corpus}/*.txt'",
+            *(
+                ["data.n_tokens=100000"]
+                if experiment == "recall"
+                else ["data=text_files", f"data.files='{corpus}/*.txt'", "sample.max_new_tokens=8"]
+            ),
             f"data.cache_dir='{tmp_path}/cache'",
             "logger=csv",
-            "sample.max_new_tokens=8",
             f"output_dir='{tmp_path}'",
             f"run_dir='{tmp_path}/run'",
         )
@@ -295,6 +304,14 @@ def test_every_experiment_runs_with_its_own_settings(tmp_path, experiment, deter
         assert summary["precision"] == "32-true"
         assert torch.are_deterministic_algorithms_enabled()
         assert len(rates) == 4  # every step has its row
+    elif experiment == "recall":
+        assert summary["recall_lag"] > 64  # the sequence's length here: nothing to recall
+        assert 0 <= summary["recall_accuracy"] < 0.3
+        assert summary["recall_chance"] == float(column(tmp_path / "run", "val/recall_chance")[2])
+    elif experiment == "context_gain":
+        found = [(b["first"], b["last"]) for b in summary["loss_by_position"]]
+        assert found == [(0, 15), (16, 31), (32, 63)]
+        assert (tmp_path / "run" / "loss_by_position.png").exists()
     else:
         raise AssertionError("say here what the experiment is for")
 

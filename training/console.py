@@ -49,7 +49,7 @@ class ValidationReport(L.Callback):
         if trainer.global_step == 1 and "train/loss" in latest_row(trainer) and not self._begun:
             self._begun = True
             loss, seconds = latest_row(trainer)["train/loss"], time.monotonic() - self._started
-            console.print(f"{_step(trainer, 1)}  train loss {loss:.3f}  {seconds:.1f} s")
+            console.print(f"{step_text(trainer, 1)}  train loss {loss:.3f}  {seconds:.1f} s")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._started = time.monotonic()
@@ -70,7 +70,7 @@ class ValidationReport(L.Callback):
         return {"val_loss": self.loss, "bits_per_byte": self.bits_per_byte}
 
     def _line(self, trainer: L.Trainer) -> str:
-        parts = [_step(trainer, self.step)]
+        parts = [step_text(trainer, self.step)]
         row = latest_row(trainer)
         if "train/loss" in row:
             parts.append(f"train loss {row['train/loss']:.3f}")
@@ -81,7 +81,7 @@ class ValidationReport(L.Callback):
         return "  ".join(parts)
 
 
-def _step(trainer: L.Trainer, step: int) -> str:
+def step_text(trainer: L.Trainer, step: int) -> str:
     return f"step {step:>{len(str(trainer.max_steps))}}/{trainer.max_steps}"
 
 

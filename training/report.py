@@ -105,6 +105,8 @@ _NUMBERS = (
     ("train loss", "train_loss_last", "{:.4f}".format),
     ("val loss", "val_loss", "{:.4f}".format),
     ("bits/byte", "bits_per_byte", "{:.4f}".format),
+    ("recall", "recall_accuracy", "{:.4f}".format),
+    ("by chance", "recall_chance", "{:.4f}".format),
 )
 
 

@@ -27,7 +27,6 @@ from training.console import ValidationReport, console
 from training.devices import Hardware, versions
 from training.errors import ConfigError, DivergedError
 from training.memory import is_out_of_memory
-from training.metrics import MetricsCallback
 from training.out_of_memory import describe
 from training.run_folder import held, replacing, unusable
 from training.signals import sigterm_interrupts
@@ -160,7 +159,7 @@ class RunSummary:
         """What the callbacks measured, also of a run that failed on the way."""
         measured: dict[str, Any] = {}
         for callback in self.callbacks:
-            if isinstance(callback, MetricsCallback | ValidationReport):
+            if hasattr(callback, "summary"):
                 measured |= callback.summary()
         return measured
 
@@ -244,6 +243,7 @@ def _lines(v: dict[str, Any]) -> list[tuple[str, str | None]]:
 
     first, last = shown("train_loss_first", "{:.3f}"), shown("train_loss_last", "{:.3f}")
     saved = gib("saved_attention_bytes")
+    recall = shown("recall_accuracy", "{:.3f}")
     return [
         ("attention", v.get("attention")),
         ("model", f"{v['n_params'] / 1e6:.1f} million parameters"),
@@ -252,6 +252,7 @@ def _lines(v: dict[str, Any]) -> list[tuple[str, str | None]]:
         ("train loss (nats/token)", f"{first} -> {last}" if first else None),
         ("val loss (nats/token)", shown("val_loss", "{:.3f}")),
         ("bits per byte", shown("bits_per_byte", "{:.3f}")),
+        ("recall accuracy", recall and f"{recall}, by chance {v['recall_chance']:.3g}"),
         ("tokens/s", shown("tokens_per_s", "{:,.0f}")),
         ("MFU", shown("mfu", "{:.1%}")),
         ("peak memory, allocated", gib("peak_allocated_bytes")),

@@ -2,6 +2,7 @@ import pytest
 
 from data.corpora import TextFiles
 from data.module import TokenDataModule
+from data.recall import Recall
 from data.tokenizers import ByteTokenizer
 
 
@@ -45,6 +46,37 @@ def ready(make_data):
 
     def make(**changes):
         data = make_data(**changes)
+        data.prepare_data()
+        data.setup("fit")
+        return data
+
+    return make
+
+
+@pytest.fixture
+def recall_data(tmp_path):
+    """Makes a prepared data module on a recall stream of lag 24."""
+
+    def make(**changes):
+        settings = dict(
+            corpus=Recall,
+            lag=24,
+            symbols=4,
+            block=5,
+            n_tokens=20_000,
+            stream_seed=0,
+            tokenizer=ByteTokenizer(),
+            seq_len=48,
+            val_fraction=0.1,
+            val_tokens=None,
+            cache_dir=tmp_path / "cache",
+            num_workers=0,
+            seed=0,
+            micro_batch_size=2,
+            sequences_per_step=4,
+            max_steps=5,
+        )
+        data = TokenDataModule(**(settings | changes))
         data.prepare_data()
         data.setup("fit")
         return data

@@ -7,6 +7,7 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 
 from data.corpora import Hub, PySource, TextFiles
+from data.recall import Recall
 from data.tokenizers import BPETokenizer, ByteTokenizer, PretrainedTokenizer
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -25,7 +26,8 @@ def from_command_line(*overrides):
 
 
 @pytest.mark.parametrize(
-    ("name", "corpus"), [("pysource", PySource), ("text_files", TextFiles), ("hub", Hub)]
+    ("name", "corpus"),
+    [("pysource", PySource), ("text_files", TextFiles), ("hub", Hub), ("recall", Recall)],
 )
 def test_each_corpus_is_made(name, corpus):
     assert type(from_command_line(f"data={name}").corpus) is corpus

@@ -148,3 +148,9 @@ def test_a_micro_batch_that_does_not_divide_the_step_is_refused(make_data):
 def test_an_unknown_setting_of_the_corpus_is_refused(make_data):
     with pytest.raises(TypeError, match="colour"):
         make_data(corpus=TextFiles, colour="red")
+
+
+@pytest.mark.parametrize(("n_tokens", "expected"), [(50, [51]), (100, [101]), (150, [101, 50])])
+def test_documents_are_as_long_as_validation_reads_them(ready, n_tokens, expected):
+    data = ready(seq_len=n_tokens, val_tokens=n_tokens)  # files of 100 letters and an end
+    assert data.val_document_lengths().tolist() == expected

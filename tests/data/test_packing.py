@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from data.packing import PackedSequences
+from data.packing import PackedSequences, WithTargets
 
 
 @pytest.fixture
@@ -50,3 +50,10 @@ def test_a_pickle_holds_no_tokens(packed):
     pickled = pickle.dumps(sequences)
     assert len(pickled) < 1000
     assert pickle.loads(pickled)[3]["tokens"].tolist() == sequences[3]["tokens"].tolist()
+
+
+def test_targets_are_made_of_each_sequence_s_own_tokens(packed):
+    sequences = WithTargets(packed(9, 4), lambda tokens: -tokens[:, 1:])
+    assert len(sequences) == 2
+    assert sequences[1]["tokens"].tolist() == [4, 5, 6, 7, 8]
+    assert sequences[1]["targets"].tolist() == [-5, -6, -7, -8]

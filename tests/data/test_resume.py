@@ -115,6 +115,16 @@ def test_a_resumed_run_sees_what_the_whole_run_would(ready, whole, tmp_path, ste
     assert after.logged_steps == 40
 
 
+def test_a_resumed_run_on_the_recall_stream_sees_what_the_whole_run_would(recall_data, tmp_path):
+    whole = fit(recall_data())
+    fit(recall_data(), callbacks=[SaveAfter(tmp_path / "c.ckpt", 2 * 2, stop=True)])
+    after = fit(recall_data(), resume=tmp_path / "c.ckpt")
+    assert len(set(whole.seen)) == 20
+    assert after.seen == whole.seen[8:]
+    with pytest.raises(DataError, match="tokens_sha256 was"):
+        fit(recall_data(stream_seed=1), resume=tmp_path / "c.ckpt")
+
+
 def test_a_run_may_be_resumed_twice(ready, whole, tmp_path):
     stopped_at(ready, tmp_path / "a.ckpt", 2 * 5)
     fit(

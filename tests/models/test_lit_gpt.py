@@ -73,6 +73,45 @@ def test_validation_weights_a_smaller_last_batch_by_its_tokens(make_gpt):
     assert abs(sum(each[:4]) / 4 - each[4]) > 0.5  # so that an unweighted mean would show
 
 
+def test_the_loss_is_of_the_targets_that_count(make_gpt):
+    lit = LitGPT(make_gpt(noise=0.3), optim())
+    tokens = torch.stack([row["tokens"] for row in rows(2)])
+    targets = tokens[:, 1:].clone()
+    targets[0] = -100
+    targets[1, :11] = -100
+    log_probs = lit.model(tokens[1:, :16])[0].log_softmax(dim=-1)
+    expected = -torch.stack([log_probs[n, tokens[1, n + 1]] for n in range(11, 16)]).mean()
+    loss = lit.training_step({"tokens": tokens, "targets": targets}, 0)
+    torch.testing.assert_close(loss, expected)
+
+
+def test_validation_weights_a_batch_by_its_targets_that_count(make_gpt):
+    data = rows(2)
+    for row, n in zip(data, (16, 2), strict=True):
+        row["targets"] = row["tokens"][1:].clone()
+        row["targets"][n:] = -100
+    data[1]["tokens"][:] = 0
+    data[1]["targets"][:2] = 0  # a loss unlike the others'
+    lit = LitGPT(make_gpt(noise=0.3), optim())
+    validation = trainer()
+    validation.validate(lit, DataLoader(data, batch_size=1), verbose=False)
+    with torch.no_grad():
+        each = [lit.loss(row["tokens"][None], row["targets"][None]).item() for row in data]
+    expected = (16 * each[0] + 2 * each[1]) / 18
+    assert validation.callback_metrics["val/loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert abs(each[0] - each[1]) > 0.5
+
+
+def test_a_validation_step_returns_each_token_s_loss(make_gpt):
+    lit = LitGPT(make_gpt(noise=0.3), optim())
+    lit.log = lambda *_, **__: None
+    tokens = torch.stack([row["tokens"] for row in rows(2)])
+    losses = lit.validation_step({"tokens": tokens}, 0)["losses"]
+    log_probs = lit.model(tokens[:, :16]).log_softmax(dim=-1)
+    expected = -log_probs.gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(losses, expected)
+
+
 @pytest.mark.parametrize("grad_clip", [0.01, 1e6, None, 0])
 def test_grad_norm_is_that_before_clipping(make_gpt, grad_clip):
     data = rows(4)

@@ -29,3 +29,10 @@ def test_half_precision_logits_are_summed_in_float32():
     assert loss.dtype == torch.float32
     expected = torch.nn.functional.cross_entropy(logits.double(), targets)
     assert loss.item() == pytest.approx(expected.item(), abs=1e-5)
+
+
+def test_each_target_s_own_loss_is_its_negative_log_probability():
+    logits = torch.tensor([[[0.0, math.log(3.0)], [math.log(7.0), 0.0], [1.0, 2.0]]])
+    losses = cross_entropy(logits, torch.tensor([[0, 0, -100]]), reduction="none")
+    assert losses.shape == (1, 3)
+    assert losses[0].tolist() == pytest.approx([-math.log(1 / 4), -math.log(7 / 8), 0])

@@ -108,7 +108,10 @@ def test_every_leaf_has_a_rule(choice):
         ("attention.block_kv=64.0", "attention.block_kv=64.0 "),
         ("attention._target_=null", "attention._target_=null is not accepted; give the dotted"),
         ("data.corpus._target_=5", "data.corpus._target_=5 is not accepted; give the dotted"),
-        ("data.corpus=null", "data.corpus=null is not accepted; give data=pysource, text_files"),
+        (
+            "data.corpus=null",
+            "data.corpus=null is not accepted; give data=pysource, text_files",
+        ),
         ("data.corpus._partial_=false", "data.corpus._partial_=false "),
         ("data.cache_dir=5", "data.cache_dir=5 is not accepted; give a text that is not empty, or"),
         ("data.val_fraction=1", "give a number between 0 and 1"),

@@ -32,7 +32,7 @@ def error_of(*overrides: str) -> Exception:
         ("attentoin=naive", "there is no key attentoin; did you mean attention?"),
         ("qqqq=1", "there is no key qqqq; `python train.py --help` lists the keys"),
         ("attention=nope", "attention=nope is no choice; give one of flash_v1, naive, sdpa"),
-        ("data=nope", "data=nope is no choice; give one of hub, pysource, text_files"),
+        ("data=nope", "data=nope is no choice; give one of hub, pysource, recall, text_files"),
         (
             "optim.betas=0.9,0.95",
             "optim.betas=0.9,0.95 gives several values; add -m for a run of each, write "
@@ -75,7 +75,7 @@ def test_an_override_without_a_value_is_explained():
     ("arguments", "sentence"),
     [
         (["attention=null"], "attention=null is no choice; give one of flash_v1, naive, sdpa"),
-        (["data=5"], "data=5 is no choice; give one of hub, pysource, text_files"),
+        (["data=5"], "data=5 is no choice; give one of hub, pysource, recall, text_files"),
         (["tokenizer=true"], "tokenizer=true is no choice; give one of bpe, byte, pretrained"),
         (["attention="], "attention= is no choice; give one of flash_v1, naive, sdpa"),
         (["attention=[naive,sdpa]"], "attention=[naive,sdpa] is no choice; give one of flash_v1"),

@@ -189,3 +189,10 @@ def test_a_file_is_never_half_written(tmp_path):
     with pytest.raises(UnicodeEncodeError):
         report.write_text(path, "new \ud800")
     assert path.read_text() == "old"
+
+
+def test_the_table_has_the_accuracy_of_recall(make_run):
+    rows = read_rows([make_run(0, seq_len=64, recall_accuracy=0.98765, recall_chance=1 / 32)])
+    heading, _, cells = (line.split(" | ") for line in to_markdown(rows).splitlines()[:3])
+    shown = dict(zip(heading, cells, strict=True))
+    assert (shown["recall"], shown["by chance |"]) == ("0.9877", "0.0312 |")
