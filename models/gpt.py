@@ -157,9 +157,19 @@ class GPT(nn.Module):
             for proj in (block.attention.proj, block.mlp.proj):
                 nn.init.normal_(proj.weight, std=INIT_STD / math.sqrt(2 * self.n_layer))
 
-    def forward(self, idx: Tensor) -> Tensor:
-        """Next-token logits ``[B, N, vocab_size]`` of token ids idx, int64 ``[B, N]``."""
-        return self._head(self._trunk(idx))
+    def forward(self, idx: Tensor, *, head: bool = True) -> Tensor:
+        """Next-token logits ``[B, N, vocab_size]`` of token ids idx, int64 ``[B, N]``.
+
+        head: False returns the normalised features ``[B, N, width]``, which ``head_weight`` makes
+        logits of.
+        """
+        x = self._trunk(idx)
+        return self._head(x) if head else x
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix ``[vocab_size, width]``: the tied embedding."""
+        return self.token_embedding.weight
 
     def _trunk(self, idx: Tensor) -> Tensor:
         """Token ids ``[B, N]`` -> normalised features ``[B, N, width]``."""
@@ -179,7 +189,7 @@ class GPT(nn.Module):
 
     def _head(self, x: Tensor) -> Tensor:
         """Features ``[..., width]`` -> logits ``[..., vocab_size]``, by the tied embedding."""
-        return F.linear(x, self.token_embedding.weight)
+        return F.linear(x, self.head_weight)
 
     def n_params(self) -> int:
         """Number of parameters, embeddings included; the tied embedding counts once."""
@@ -201,7 +211,7 @@ class GPT(nn.Module):
         FlashAttention recomputes and what naive attention computes above the diagonal are not in.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        head = self.token_embedding.weight.numel()
+        head = self.head_weight.numel()
         attention = self.n_layer * 2 * seq_len * self.width
         return 3.0 * (2 * (matrices + head) + attention)
 

@@ -105,6 +105,7 @@ RULES = {
     "model.positions": one_of("rotary", "learned"),
     "model.rope_base": POSITIVE,
     "model.bias": FLAG,
+    "loss.chunk_tokens": auto_or(integer(1)),
     "data.corpus": Rule(lambda v: isinstance(v, dict), "data=pysource, text_files or hub"),
     "data.corpus._partial_": Rule(lambda v: v is True, "true"),
     "data.seq_len": integer(1),

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from flash_attention.base import Attention
-from models.loss import cross_entropy
+from models.loss import ChunkedLoss, FullLoss
 from training.units import GIB
 
 
@@ -39,6 +39,7 @@ def saved_for_backward(
     model: nn.Module,
     tokens: Tensor,
     *,
+    loss_fn: FullLoss | ChunkedLoss | None = None,
     precision: AbstractContextManager | None = None,
     fake: bool = True,
 ) -> SavedBytes:
@@ -56,6 +57,7 @@ def saved_for_backward(
         model: token ids ``[B, N]`` -> logits ``[B, N, V]``; what its ``Attention`` modules save is
             the attention part.
         tokens: int64 ``[B, N + 1]``, on the model's device; the values do not matter.
+        loss_fn: the loss of the run; None: that over all logits at once.
         precision: context to run in, such as ``torch.autocast(...)``.
         fake: False computes for real, at the real cost (for tests).
     """
@@ -66,7 +68,7 @@ def saved_for_backward(
         tokens = mode.from_tensor(tokens)
 
     ledger = _Ledger(owned={_storage_key(tensor) for tensor in state.values()})
-    step = _Loss(model)
+    step = _Loss(model, loss_fn or FullLoss())
     state = {f"model.{name}": tensor for name, tensor in state.items()}
     devices = [tokens.device] if tokens.is_cuda else []
     with (
@@ -85,12 +87,13 @@ def saved_for_backward(
 class _Loss(nn.Module):
     """A training step as one module, so that functional_call can replace its parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_fn: FullLoss | ChunkedLoss) -> None:
         super().__init__()
         self.model = model
+        self.loss_fn = loss_fn
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+        return self.loss_fn(self.model, tokens)
 
 
 class _Ledger:
@@ -152,7 +155,8 @@ def check_fits_in_ram(saved: SavedBytes, n_tokens: int) -> None:
         raise MemoryError(
             f"a micro-batch of {n_tokens} tokens keeps {saved.total / GIB:.1f} GiB for backward "
             f"({saved.attention / GIB:.1f} GiB of it for attention), and {available / GIB:.1f} GiB "
-            "of RAM are free; lower seq_len or micro_batch_tokens, or use attention=flash_v1"
+            "of RAM are free; lower seq_len or micro_batch_tokens, or give attention=flash_v1 "
+            "or loss=chunked"
         )
 
 

@@ -168,7 +168,10 @@ class MetricsCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, tokens: Tensor
     ) -> None:
         self._saved = memory.saved_for_backward(
-            pl_module.model, tokens, precision=trainer.precision_plugin.forward_context()
+            pl_module.model,
+            tokens,
+            loss_fn=pl_module.loss_fn,
+            precision=trainer.precision_plugin.forward_context(),
         )
         self._flops_per_token = pl_module.model.flops_per_token(tokens.size(1) - 1)
         if self._device.type == "cpu":

@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from models.lit_gpt import LitGPT
-from models.loss import cross_entropy
+from models.loss import ChunkedLoss, cross_entropy
 from models.optim import AdamWCosine
 
 
@@ -59,6 +59,19 @@ def test_the_loss_is_of_each_next_token(make_gpt):
         [log_probs[b, n, tokens[b, n + 1]] for b in range(2) for n in range(16)]
     ).mean()
     torch.testing.assert_close(lit.training_step({"tokens": tokens}, 0), expected)
+
+
+def test_the_loss_in_chunks_leaves_training_and_validation_as_they_are(make_gpt):
+    data = rows(8)
+    results = []
+    for loss_fn in (None, ChunkedLoss(7)):
+        model = make_gpt(dropout=0.1)
+        lit = LitGPT(model, optim(), loss_fn=loss_fn)
+        torch.manual_seed(3)
+        fit = trainer(max_steps=4, accumulate_grad_batches=2)
+        fit.fit(lit, DataLoader(data, batch_size=1), DataLoader(data[:3], batch_size=2))
+        results.append((fit.callback_metrics["val/loss"], lit.grad_norm))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 def test_validation_weights_a_smaller_last_batch_by_its_tokens(make_gpt):

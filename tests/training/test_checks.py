@@ -9,7 +9,7 @@ from training.checks import RULES, check_config
 from training.cli import CONFIGS
 from training.errors import ConfigError
 
-GROUPS = ("attention", "data", "logger", "model", "optim", "tokenizer")
+GROUPS = ("attention", "data", "logger", "loss", "model", "optim", "tokenizer")
 CHOICES = sorted(
     f"{group}={path.stem}"
     for group in GROUPS
@@ -172,6 +172,8 @@ def test_a_value_that_must_be_given_is_named(defaults):
 @pytest.mark.parametrize(
     ("choice", "change", "sentence"),
     [
+        ("loss=chunked", "loss.chunk_tokens=0", "give an integer of at least 1, or auto"),
+        ("loss=chunked", "loss.chunk_tokens=few", "loss.chunk_tokens=few is not accepted"),
         ("data=text_files", "data.files=5", "data.files=5 is not accepted; give a text or a list"),
         ("data=text_files", "data.files=[a,1]", "data.files=['a', 1] "),
         ("data=hub", "data.path=5", "data.path=5 is not accepted; give a text that is not empty"),
