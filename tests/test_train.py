@@ -538,7 +538,7 @@ def test_a_run_goes_on_with_less_memory_and_the_same_losses(run, tmp_path):
     settings = ["max_steps=6", "optim.max_steps=6", "model.dropout=0.1"]
     run(*settings, run="whole")
     run(*settings, "max_steps=4", run="first")
-    less = ["loss=chunked", "loss.chunk_tokens=50"]
+    less = ["loss=chunked", "loss.chunk_tokens=50", "model.activation_checkpointing=block"]
     summary = run(*settings, *less, "resume=last", run="second")
     assert (summary["status"], summary["steps"]) == ("ok", 6)
     for key in ("train/loss", "val/loss"):

@@ -2,7 +2,7 @@
 
 Three different numbers are easily confused, so each has its own name here:
 
-* saved: what autograd keeps between forward and backward; exact, and the same on any device,
+* saved: what autograd keeps for backward at one time; exact, and the same on any device,
 * allocated: the most bytes of live tensors at one time on a GPU,
 * reserved: the most bytes PyTorch's allocator held on that GPU; this decides a real out-of-memory.
 
@@ -11,7 +11,7 @@ On a CPU the peak resident set of the process takes the place of the last two.
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,6 +45,9 @@ def saved_for_backward(
 ) -> SavedBytes:
     """Bytes that forward and loss of one micro-batch keep for backward.
 
+    With ``model.activation_checkpointing="block"`` these are the blocks' inputs and what one
+    block, run again in backward, keeps at a time.
+
     Nothing is computed or allocated: tensors are replaced by fake ones, which have a shape, a dtype
     and a device but no data. Parameters, gradients, random states and the mode (training or not)
     stay as they are.
@@ -67,7 +70,11 @@ def saved_for_backward(
         state = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
         tokens = mode.from_tensor(tokens)
 
-    ledger = _Ledger(owned={_storage_key(tensor) for tensor in state.values()})
+    owned = {_storage_key(tensor) for tensor in state.values()}
+    ledger = _Ledger(owned)
+    # Of what runs again in backward, the ledger's hooks see nothing but the inputs.
+    run_again = model.blocks if getattr(model, "activation_checkpointing", "none") != "none" else []
+    again = [_Ledger(owned) for _ in run_again]
     step = _Loss(model, loss_fn or FullLoss())
     state = {f"model.{name}": tensor for name, tensor in state.items()}
     devices = [tokens.device] if tokens.is_cuda else []
@@ -78,10 +85,15 @@ def saved_for_backward(
         mode,
         precision or nullcontext(),
         ledger.watching(model),
+        ExitStack() as stack,
         saved_tensors_hooks(ledger.pack, lambda tensor: tensor),
     ):
+        for block_ledger, block in zip(again, run_again, strict=True):
+            stack.enter_context(block_ledger.watching(block))
+            stack.enter_context(block_ledger.packing_inside(block))
         functional_call(step, state, (tokens,))
-    return SavedBytes(attention=sum(ledger.attention.values()), total=sum(ledger.total.values()))
+    saved = (ledger.saved_with(block_ledger) for block_ledger in again or [ledger])
+    return max(saved, key=lambda count: count.total)
 
 
 class _Loss(nn.Module):
@@ -115,6 +127,27 @@ class _Ledger:
             if self._inside_attention:
                 self.attention[key] = n_bytes
         return tensor
+
+    def saved_with(self, other: "_Ledger") -> SavedBytes:
+        """What is in this ledger, in the other or in both."""
+        return SavedBytes(
+            attention=sum((self.attention | other.attention).values()),
+            total=sum((self.total | other.total).values()),
+        )
+
+    @contextmanager
+    def packing_inside(self, module: nn.Module) -> Iterator[None]:
+        """Note, while the context lasts, what ``module`` saves, instead of any hooks around it."""
+        hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
+        handles = [
+            module.register_forward_pre_hook(lambda *_: hooks.__enter__()),
+            module.register_forward_hook(lambda *_: hooks.__exit__(), always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -155,8 +188,8 @@ def check_fits_in_ram(saved: SavedBytes, n_tokens: int) -> None:
         raise MemoryError(
             f"a micro-batch of {n_tokens} tokens keeps {saved.total / GIB:.1f} GiB for backward "
             f"({saved.attention / GIB:.1f} GiB of it for attention), and {available / GIB:.1f} GiB "
-            "of RAM are free; lower seq_len or micro_batch_tokens, or give attention=flash_v1 "
-            "or loss=chunked"
+            "of RAM are free; lower seq_len or micro_batch_tokens, or give attention=flash_v1, "
+            "loss=chunked or model.activation_checkpointing=block"
         )
 
 

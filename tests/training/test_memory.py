@@ -89,9 +89,11 @@ def test_naive_saves_four_times_as_much_for_twice_the_length():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("loss_fn", [FullLoss(), ChunkedLoss(5)])
-def test_the_fake_count_equals_the_real_one(backend, dropout, dtype, loss_fn):
-    model = tiny_gpt(backend(), dropout=dropout)
+@pytest.mark.parametrize(
+    ("checkpointing", "loss_fn"), [("none", FullLoss()), ("block", ChunkedLoss(5))]
+)
+def test_the_fake_count_equals_the_real_one(backend, dropout, dtype, checkpointing, loss_fn):
+    model = tiny_gpt(backend(), dropout=dropout, activation_checkpointing=checkpointing)
 
     def count(fake: bool) -> SavedBytes:
         autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
@@ -137,6 +139,22 @@ def test_views_of_one_storage_count_once():
 
     once, twice = (saved_for_backward(Twice(t), tokens(1, 4)).total for t in (False, True))
     assert twice == once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_checkpoints_the_inputs_and_one_block_count(dtype):
+    def count(n_layer: int, **changes) -> SavedBytes:
+        autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+        model = tiny_gpt(FlashAttentionV1(), n_layer=n_layer, **changes)
+        return saved_for_backward(model, tokens(2, 32), precision=autocast)
+
+    one, two, three = (count(n, activation_checkpointing="block") for n in (1, 2, 3))
+    # One block keeps the same with and without: its input is counted once.
+    assert one == count(1)
+    assert one.attention == two.attention == three.attention
+    # Each more keeps its input: 2 * 32 tokens of width 32, in float32.
+    assert three.total - two.total == two.total - one.total == 2 * 32 * 32 * 4
+    assert count(3).attention == 3 * three.attention
 
 
 def test_the_loss_in_chunks_keeps_nothing_that_grows_with_tokens_times_vocabulary():
@@ -274,9 +292,11 @@ def test_the_peak_on_windows_is_that_of_the_working_set(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("loss_fn", [FullLoss(), ChunkedLoss(50)])
-def test_the_fake_count_equals_the_real_one_on_a_gpu(backend, dtype, loss_fn):
-    model = tiny_gpt(backend(), n=128, dropout=0.1).cuda()
+@pytest.mark.parametrize(
+    ("checkpointing", "loss_fn"), [("none", FullLoss()), ("block", ChunkedLoss(50))]
+)
+def test_the_fake_count_equals_the_real_one_on_a_gpu(backend, dtype, checkpointing, loss_fn):
+    model = tiny_gpt(backend(), n=128, dropout=0.1, activation_checkpointing=checkpointing).cuda()
     state = torch.cuda.get_rng_state()
 
     def count(fake: bool) -> SavedBytes:
