@@ -1,16 +1,19 @@
 """A GPT-2 style decoder: pre-norm blocks, tied embeddings, rotary or learned positions."""
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from flash_attention import Attention
 from models.attention import CausalSelfAttention, rotary_tables
 from models.checks import check_number
 
 INIT_STD = 0.02  # GPT-2's
+CHECKPOINTING = ("none", "block")
 
 
 class MLP(nn.Module):
@@ -75,6 +78,8 @@ class GPT(nn.Module):
         positions: "rotary" (queries and keys are rotated) or "learned" (GPT-2's table).
         rope_base: base of the rotary frequencies; used with "rotary" only.
         bias: whether linear layers and norms have a bias.
+        activation_checkpointing: "none" keeps every block's activations for backward; "block"
+            keeps its input only (4 width bytes a token in float32) and runs it again in backward.
 
     Raises:
         ValueError or TypeError: naming the argument, what was given and what is accepted.
@@ -95,6 +100,7 @@ class GPT(nn.Module):
         positions: str = "rotary",
         rope_base: float = 10000.0,
         bias: bool = True,
+        activation_checkpointing: str = "none",
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
@@ -112,6 +118,7 @@ class GPT(nn.Module):
         check_number("dropout", dropout, at_least=0, below=1)
         check_number("rope_base", rope_base, above=0)
         _check_heads(width=width, n_head=n_head, n_kv_head=n_kv_head, positions=positions)
+        _check_checkpointing(activation_checkpointing)
         if not isinstance(attention, Attention):
             given = type(attention).__name__
             raise TypeError(f"attention is a {given}; give a flash_attention.Attention module")
@@ -119,6 +126,7 @@ class GPT(nn.Module):
         self.seq_len = seq_len
         self.n_layer = n_layer
         self.width = width
+        self.activation_checkpointing = activation_checkpointing
 
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.position_embedding = nn.Embedding(seq_len, width) if positions == "learned" else None
@@ -157,9 +165,19 @@ class GPT(nn.Module):
             for proj in (block.attention.proj, block.mlp.proj):
                 nn.init.normal_(proj.weight, std=INIT_STD / math.sqrt(2 * self.n_layer))
 
-    def forward(self, idx: Tensor) -> Tensor:
-        """Next-token logits ``[B, N, vocab_size]`` of token ids idx, int64 ``[B, N]``."""
-        return self._head(self._trunk(idx))
+    def forward(self, idx: Tensor, *, head: bool = True) -> Tensor:
+        """Next-token logits ``[B, N, vocab_size]`` of token ids idx, int64 ``[B, N]``.
+
+        head: False returns the normalised features ``[B, N, width]``, which ``head_weight`` makes
+        logits of.
+        """
+        x = self._trunk(idx)
+        return self._head(x) if head else x
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The output matrix ``[vocab_size, width]``: the tied embedding."""
+        return self.token_embedding.weight
 
     def _trunk(self, idx: Tensor) -> Tensor:
         """Token ids ``[B, N]`` -> normalised features ``[B, N, width]``."""
@@ -174,12 +192,18 @@ class GPT(nn.Module):
             rotary = (self.rotary_cos, self.rotary_sin)
         x = self.dropout(x)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = self._run(block, x, rotary)
         return self.norm(x)
+
+    def _run(self, block: Block, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        if self.activation_checkpointing == "none":
+            return block(x, rotary)
+        # checkpoint() saves what it is given: x alone, for the tables are there anyway.
+        return checkpoint(partial(block, rotary=rotary), x, use_reentrant=False)
 
     def _head(self, x: Tensor) -> Tensor:
         """Features ``[..., width]`` -> logits ``[..., vocab_size]``, by the tied embedding."""
-        return F.linear(x, self.token_embedding.weight)
+        return F.linear(x, self.head_weight)
 
     def n_params(self) -> int:
         """Number of parameters, embeddings included; the tied embedding counts once."""
@@ -201,7 +225,7 @@ class GPT(nn.Module):
         FlashAttention recomputes and what naive attention computes above the diagonal are not in.
         """
         matrices = sum(m.weight.numel() for m in self.modules() if isinstance(m, nn.Linear))
-        head = self.token_embedding.weight.numel()
+        head = self.head_weight.numel()
         attention = self.n_layer * 2 * seq_len * self.width
         return 3.0 * (2 * (matrices + head) + attention)
 
@@ -255,6 +279,13 @@ def _sample(
     top_logits, top_ids = logits.topk(k, dim=-1)  # [B, k] each
     probs = (top_logits / temperature).softmax(dim=-1)
     return top_ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
+
+
+def _check_checkpointing(activation_checkpointing: str) -> None:
+    if activation_checkpointing not in CHECKPOINTING:
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r} must be 'none' or 'block'"
+        )
 
 
 def _check_heads(*, width: int, n_head: int, n_kv_head: int, positions: str) -> None:

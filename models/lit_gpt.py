@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from models.gpt import GPT
-from models.loss import IGNORE, cross_entropy
+from models.loss import IGNORE, ChunkedLoss, FullLoss
 from models.optim import AdamWCosine
 
 
@@ -20,29 +20,35 @@ class LitGPT(L.LightningModule):
         model: the GPT.
         optim: optimizer, schedule and clipping.
         compile: run ``model`` through torch.compile; parameter names stay the same.
+        loss_fn: how the loss is computed; None: over all logits at once.
 
     Attributes:
         grad_norm: norm of the last optimizer step's gradient before clipping, a 0-dim tensor on
             the model's device (reading its value waits for the device); None before the first.
     """
 
-    def __init__(self, model: GPT, optim: AdamWCosine, compile: bool = False) -> None:
+    def __init__(
+        self,
+        model: GPT,
+        optim: AdamWCosine,
+        compile: bool = False,
+        loss_fn: FullLoss | ChunkedLoss | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
         self.optim = optim
+        self.loss_fn = loss_fn or FullLoss()
         self.grad_norm: Tensor | None = None
         if compile:
             self.model.compile()  # in place, unlike torch.compile: no `_orig_mod.` in state_dict
 
     def loss(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Mean next-token loss in nats of tokens ``[B, N + 1]``, of targets only if given."""
-        targets = tokens[:, 1:] if targets is None else targets
-        return cross_entropy(self.model(tokens[:, :-1]), targets)
+        return self.loss_fn(self.model, tokens, targets)
 
     def token_losses(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Each next token's loss, float32 ``[B, N]``; 0 where it does not count."""
-        targets = tokens[:, 1:] if targets is None else targets
-        return cross_entropy(self.model(tokens[:, :-1]), targets, reduction="none")
+        """Each next token's loss, float32 ``[B, N]``; 0 where it does not count. No gradient."""
+        return self.loss_fn.per_token(self.model, tokens, targets)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         return self.loss(batch["tokens"], batch.get("targets"))

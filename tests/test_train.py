@@ -551,6 +551,21 @@ def test_a_checkpoint_goes_on_with_another_backend_and_more_steps(run, tmp_path,
         )
 
 
+def test_a_run_goes_on_with_less_memory_and_the_same_losses(run, tmp_path):
+    settings = ["max_steps=6", "optim.max_steps=6", "model.dropout=0.1"]
+    run(*settings, run="whole")
+    run(*settings, "max_steps=4", run="first")
+    less = ["loss=chunked", "loss.chunk_tokens=50", "model.activation_checkpointing=block"]
+    summary = run(*settings, *less, "resume=last", run="second")
+    assert (summary["status"], summary["steps"]) == ("ok", 6)
+    for key in ("train/loss", "val/loss"):
+        whole, second = (column(tmp_path / name, key) for name in ("whole", "second"))
+        assert list(second) == list(whole)
+        assert [float(v) for v in second.values()] == pytest.approx(
+            [float(v) for v in whole.values()], rel=1e-5
+        )
+
+
 def test_a_finished_run_with_resume_auto_stays_as_it_is(run, tmp_path, capsys):
     before = run()
     written = files(tmp_path / "run")

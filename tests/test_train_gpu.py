@@ -32,9 +32,17 @@ def train(folder: Path, *overrides: str) -> dict:
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
-@pytest.mark.parametrize("change", ["compile=false", "compile=true", "model.dropout=0.1"])
-def test_flash_v1_trains_in_bf16_and_reports_gpu_memory(tmp_path, change):
-    summary = train(tmp_path, "attention=flash_v1", change)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["compile=true"],
+        ["model.dropout=0.1"],
+        ["loss=chunked", "model.activation_checkpointing=block", "compile=true"],
+    ],
+)
+def test_flash_v1_trains_in_bf16_and_reports_gpu_memory(tmp_path, changes):
+    summary = train(tmp_path, "attention=flash_v1", *changes)
     assert (summary["status"], summary["device"]) == ("ok", "cuda")
     assert summary["precision"] == "bf16-mixed"
     assert summary["train_loss_last"] < summary["train_loss_first"] - 0.5
@@ -49,3 +57,32 @@ def test_backends_train_alike_in_float32(tmp_path):
         losses[name] = train(folder, f"attention={name}", "precision=32-true")["train_loss_last"]
     for name in ("sdpa", "flash_v1"):
         assert losses[name] == pytest.approx(losses["naive"], rel=1e-3)
+
+
+def test_saving_memory_leaves_the_losses_as_they_are(tmp_path):
+    blocks = ["loss=chunked", "loss.chunk_tokens=900", "model.activation_checkpointing=block"]
+    choices = {
+        "plain": [],
+        "checkpoints": blocks,
+        "compiled": [*blocks, "compile=true"],
+    }
+    summaries = {
+        name: train(tmp_path / name, "precision=32-true", "deterministic=true", *choice)
+        for name, choice in choices.items()
+    }
+    for name in choices:
+        assert summaries[name]["train_loss_last"] == pytest.approx(
+            summaries["plain"]["train_loss_last"], rel=1e-3
+        )
+    assert (
+        summaries["checkpoints"]["peak_allocated_bytes"]
+        < summaries["plain"]["peak_allocated_bytes"]
+    )
+
+
+def test_a_float16_run_with_the_loss_in_chunks_learns(tmp_path):
+    losses = [
+        train(tmp_path / name, "precision=16-mixed", f"loss={name}")["train_loss_last"]
+        for name in ("full", "chunked")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)

@@ -71,7 +71,7 @@ def build_model(cfg: DictConfig, settings: dict[str, Any], attention: Attention)
         gpt: GPT = instantiate(settings, _partial_=True)(attention=attention)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model: {error}") from error
-    return LitGPT(gpt, instantiate(cfg.optim), compile=cfg.compile)
+    return LitGPT(gpt, instantiate(cfg.optim), cfg.compile, instantiate(cfg.loss))
 
 
 def build_callbacks(cfg: DictConfig, about: dict[str, Any]) -> list[L.Callback]:

@@ -14,6 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from flash_attention.checks import MAX_HEAD_DIM
 from flash_attention.tiling import BLOCK_SIZES
+from models.gpt import CHECKPOINTING
 from training.cli import explain_value, shown
 from training.devices import DEVICES, PRECISIONS
 from training.errors import ConfigError
@@ -106,6 +107,8 @@ RULES = {
     "model.positions": one_of("rotary", "learned"),
     "model.rope_base": POSITIVE,
     "model.bias": FLAG,
+    "model.activation_checkpointing": one_of(*CHECKPOINTING),
+    "loss.chunk_tokens": auto_or(integer(1)),
     "data.corpus": Rule(lambda v: isinstance(v, dict), "data=pysource, text_files, hub or recall"),
     "data.corpus._partial_": Rule(lambda v: v is True, "true"),
     "data.seq_len": integer(1),

@@ -2,7 +2,7 @@
 
 Three different numbers are easily confused, so each has its own name here:
 
-* saved: what autograd keeps between forward and backward; exact, and the same on any device,
+* saved: what autograd keeps for backward at one time; exact, and the same on any device,
 * allocated: the most bytes of live tensors at one time on a GPU,
 * reserved: the most bytes PyTorch's allocator held on that GPU; this decides a real out-of-memory.
 
@@ -11,7 +11,7 @@ On a CPU the peak resident set of the process takes the place of the last two.
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from torch.func import functional_call
 
 from flash_attention.base import Attention
 from models.gpt import GPT, MLP
-from models.loss import cross_entropy
+from models.loss import ChunkedLoss, FullLoss
 from training.units import GIB
 
 # What saves for backward: a kind of module, or what happens outside of the model (the loss). The
@@ -60,10 +60,14 @@ def saved_for_backward(
     model: nn.Module,
     tokens: Tensor,
     *,
+    loss_fn: FullLoss | ChunkedLoss | None = None,
     precision: AbstractContextManager | None = None,
     fake: bool = True,
 ) -> SavedBytes:
     """Bytes that forward and loss of one micro-batch keep for backward.
+
+    With ``model.activation_checkpointing="block"`` these are the blocks' inputs and what one
+    block, run again in backward, keeps at a time.
 
     Nothing is computed or allocated: tensors are replaced by fake ones, which have a shape, a dtype
     and a device but no data. Parameters, gradients, random states and the mode (training or not)
@@ -77,6 +81,7 @@ def saved_for_backward(
         model: token ids ``[B, N]`` -> logits ``[B, N, V]``; what its ``Attention`` modules save is
             the attention part.
         tokens: int64 ``[B, N + 1]``, on the model's device; the values do not matter.
+        loss_fn: the loss of the run; None: that over all logits at once.
         precision: context to run in, such as ``torch.autocast(...)``.
         fake: False computes for real, at the real cost (for tests).
     """
@@ -86,8 +91,12 @@ def saved_for_backward(
         state = {name: mode.from_tensor(tensor) for name, tensor in state.items()}
         tokens = mode.from_tensor(tokens)
 
-    ledger = _Ledger(owned={_storage_key(tensor) for tensor in state.values()})
-    step = _Loss(model)
+    owned = {_storage_key(tensor) for tensor in state.values()}
+    ledger = _Ledger(owned)
+    # Of what runs again in backward, the ledger's hooks see nothing but the inputs.
+    run_again = model.blocks if getattr(model, "activation_checkpointing", "none") != "none" else []
+    again = [_Ledger(owned) for _ in run_again]
+    step = _Loss(model, loss_fn or FullLoss())
     state = {f"model.{name}": tensor for name, tensor in state.items()}
     devices = [tokens.device] if tokens.is_cuda else []
     with (
@@ -97,21 +106,27 @@ def saved_for_backward(
         mode,
         precision or nullcontext(),
         ledger.watching(model),
+        ExitStack() as stack,
         saved_tensors_hooks(ledger.pack, lambda tensor: tensor),
     ):
+        for block_ledger, block in zip(again, run_again, strict=True):
+            stack.enter_context(block_ledger.watching(block))
+            stack.enter_context(block_ledger.packing_inside(block))
         functional_call(step, state, (tokens,))
-    return SavedBytes.of(ledger.total, ledger.part)
+    saved = (ledger.saved_with(block_ledger) for block_ledger in again or [ledger])
+    return max(saved, key=lambda count: count.total)
 
 
 class _Loss(nn.Module):
     """A training step as one module, so that functional_call can replace its parameters."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, loss_fn: FullLoss | ChunkedLoss) -> None:
         super().__init__()
         self.model = model
+        self.loss_fn = loss_fn
 
     def forward(self, tokens: Tensor) -> Tensor:
-        return cross_entropy(self.model(tokens[:, :-1]), tokens[:, 1:])
+        return self.loss_fn(self.model, tokens)
 
 
 class _Ledger:
@@ -135,6 +150,24 @@ class _Ledger:
             if self._inside[-1] == "attention" or key not in self.part:
                 self.part[key] = self._inside[-1]
         return tensor
+
+    def saved_with(self, other: "_Ledger") -> SavedBytes:
+        """What is in this ledger, in the other or in both."""
+        return SavedBytes.of(self.total | other.total, self.part | other.part)
+
+    @contextmanager
+    def packing_inside(self, module: nn.Module) -> Iterator[None]:
+        """Note, while the context lasts, what ``module`` saves, instead of any hooks around it."""
+        hooks = saved_tensors_hooks(self.pack, lambda tensor: tensor)
+        handles = [
+            module.register_forward_pre_hook(lambda *_: hooks.__enter__()),
+            module.register_forward_hook(lambda *_: hooks.__exit__(), always_call=True),
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
@@ -182,7 +215,8 @@ def check_fits_in_ram(saved: SavedBytes, n_tokens: int) -> None:
         raise MemoryError(
             f"a micro-batch of {n_tokens} tokens keeps {saved.total / GIB:.1f} GiB for backward "
             f"({saved.attention / GIB:.1f} GiB of it for attention), and {available / GIB:.1f} GiB "
-            "of RAM are free; lower seq_len or micro_batch_tokens, or use attention=flash_v1"
+            "of RAM are free; lower seq_len or micro_batch_tokens, or give attention=flash_v1, "
+            "loss=chunked or model.activation_checkpointing=block"
         )
 
 

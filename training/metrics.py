@@ -185,7 +185,10 @@ class MetricsCallback(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, tokens: Tensor
     ) -> None:
         self._saved = memory.saved_for_backward(
-            pl_module.model, tokens, precision=trainer.precision_plugin.forward_context()
+            pl_module.model,
+            tokens,
+            loss_fn=pl_module.loss_fn,
+            precision=trainer.precision_plugin.forward_context(),
         )
         self._parts = memory_parts(pl_module.model, trainer.optimizers[0], self._saved)
         self._flops_per_token = pl_module.model.flops_per_token(tokens.size(1) - 1)

@@ -271,7 +271,8 @@ def _choices() -> dict[str, str | None]:
     if not HydraConfig.initialized():
         return {}
     choices = HydraConfig.get().runtime.choices
-    return {group: choices.get(group) for group in ("attention", "model", "data", "tokenizer")}
+    groups = ("attention", "model", "loss", "data", "tokenizer")
+    return {group: choices.get(group) for group in groups}
 
 
 def _first_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 import training.cli  # noqa: F401 - registers the resolvers that the configs use
 from flash_attention import SDPAttention
 from models.gpt import GPT
+from models.loss import ChunkedLoss, FullLoss
 from models.optim import AdamWCosine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -44,6 +45,13 @@ def test_the_tiny_model_runs_at_the_root_seq_len():
     assert model.seq_len == 24
     assert model.n_params() < 1e6
     assert model(torch.zeros(1, 24, dtype=torch.long)).shape == (1, 24, 256)
+
+
+@pytest.mark.parametrize(("name", "loss"), [("full", FullLoss), ("chunked", ChunkedLoss)])
+def test_a_loss_config_has_each_argument_of_its_class(name, loss):
+    config = load("loss", name)
+    assert config.keys() - {"_target_"} == inspect.signature(loss).parameters.keys()
+    assert type(instantiate(config)) is loss
 
 
 def test_the_optimizer_config_has_each_argument_and_follows_max_steps_and_width():

@@ -4,12 +4,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from flash_attention import NaiveAttention, SDPAttention
+from flash_attention import FlashAttentionV1, NaiveAttention, SDPAttention
 from models.gpt import GPT
-from models.loss import cross_entropy
+from models.loss import ChunkedLoss, FullLoss, cross_entropy
+from tests.models.live_bytes import LiveBytes
 
 # our name -> transformers' name, and whether it is a Conv1D weight (stored [in, out])
 OUTER = {
@@ -201,11 +203,81 @@ def test_a_row_longer_than_seq_len_is_refused(make_gpt):
         ({"dropout": math.nan}, ValueError, "dropout=nan must be a number"),
         ({"rope_base": 0}, ValueError, "rope_base=0 must be a number, above 0"),
         ({"attention": nn.Identity()}, TypeError, "attention is a Identity"),
+        ({"activation_checkpointing": "all"}, ValueError, "='all' must be 'none' or 'block'"),
+        ({"activation_checkpointing": None}, ValueError, "=None must be 'none' or 'block'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make_gpt, changes, error, message):
     with pytest.raises(error, match=message):
         make_gpt(**changes)
+
+
+@pytest.mark.parametrize("backend", [NaiveAttention, SDPAttention, FlashAttentionV1])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"dropout": 0.4}, {"positions": "learned", "n_kv_head": 2, "dropout": 0.1, "bias": False}],
+)
+def test_checkpointing_changes_neither_the_loss_nor_a_gradient(make_gpt, tokens, backend, changes):
+    results = []
+    for checkpointing in ("none", "block"):
+        model = make_gpt(
+            attention=backend(), n_layer=3, activation_checkpointing=checkpointing, **changes
+        )
+        torch.manual_seed(5)
+        loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
+        loss.backward()
+        results.append([loss, *(p.grad for p in model.parameters()), torch.get_rng_state()])
+    assert all(map(torch.equal, *results))
+
+
+def test_checkpointing_runs_each_block_again_in_backward(make_gpt, tokens, spy):
+    model = make_gpt(attention=spy, activation_checkpointing="block")
+    loss = model(tokens).sum()
+    assert len(spy.calls) == 2
+    loss.backward()
+    assert len(spy.calls) == 4
+    # The last block first, with the inputs it had.
+    for again, first in ((2, 1), (3, 0)):
+        assert torch.equal(spy.calls[again]["q"], spy.calls[first]["q"])
+    with torch.no_grad():
+        model(tokens)
+    assert len(spy.calls) == 6
+
+
+def peak_bytes(loss_fn, n, **changes):
+    """Peak of one bfloat16 step on a sequence of n tokens, without the parameters."""
+    settings = {"vocab_size": 500, "seq_len": n, "n_layer": 2, "n_head": 4, "width": 64}
+    with FakeTensorMode():
+        model = GPT(**(settings | changes), attention=FlashAttentionV1())
+        tokens = torch.zeros(1, n + 1, dtype=torch.int64)
+        with LiveBytes() as memory:
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_fn(model, tokens)
+            loss.backward()
+    return memory.peak
+
+
+def peak_per_token(loss_fn, **changes):
+    """Bytes that a token adds to the peak."""
+    n = 2**11  # long enough for what is linear in N to decide where the peak is
+    return (peak_bytes(loss_fn, 2 * n, **changes) - peak_bytes(loss_fn, n, **changes)) / n
+
+
+def test_peak_memory_per_token_is_what_the_formula_says():
+    d, h = 64, 4
+    two, three, two_checkpointed, three_checkpointed = (
+        peak_per_token(ChunkedLoss(256), n_layer=n, activation_checkpointing=checkpointing)
+        for checkpointing in ("none", "block")
+        for n in (2, 3)
+    )
+    assert three - two == 36 * d + 8 * h + 16  # 8 h: m and l of the V1 kernel
+    assert three_checkpointed - two_checkpointed == 4 * d
+    # The inputs of both blocks, and 46 d of one that runs again: what it saves, its output and the
+    # gradients on their way.
+    assert two_checkpointed <= 2 * 4 * d + 46 * d + 8 * h + 32
+    # The logits of all tokens cost more than all that: 2 bytes each in bfloat16, and in float32
+    # they, their log-softmax and its gradient.
+    assert peak_per_token(FullLoss(), activation_checkpointing="block") > 12 * 500
 
 
 def counted_flops(model, tokens):
@@ -303,6 +375,13 @@ def test_generate_restores_the_mode_after_an_error(make_gpt, tokens):
 def test_generate_refuses_bad_arguments_by_name(make_gpt, tokens, kwargs, message):
     with pytest.raises(ValueError, match=message):
         make_gpt().generate(**({"idx": tokens, "max_new_tokens": 1} | kwargs))
+
+
+def test_the_head_makes_logits_of_the_features(make_gpt, tokens):
+    model = make_gpt()
+    features = model(tokens, head=False)
+    assert features.shape == (3, 16, 32)
+    torch.testing.assert_close(features @ model.head_weight.T, model(tokens))
 
 
 def test_half_precision_autocast_stays_close(make_gpt, tokens):

@@ -1,12 +1,15 @@
+from functools import partialmethod
 from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
+from models.gpt import GPT
 from models.lit_gpt import LitGPT
-from models.loss import cross_entropy
+from models.loss import ChunkedLoss, cross_entropy
 from models.optim import AdamWCosine
 
 
@@ -59,6 +62,19 @@ def test_the_loss_is_of_each_next_token(make_gpt):
         [log_probs[b, n, tokens[b, n + 1]] for b in range(2) for n in range(16)]
     ).mean()
     torch.testing.assert_close(lit.training_step({"tokens": tokens}, 0), expected)
+
+
+def test_saving_memory_leaves_training_and_validation_as_they_are(make_gpt):
+    data = rows(8)
+    results = []
+    for loss_fn, checkpointing in ((None, "none"), (ChunkedLoss(7), "block")):
+        model = make_gpt(dropout=0.1, activation_checkpointing=checkpointing)
+        lit = LitGPT(model, optim(), loss_fn=loss_fn)
+        torch.manual_seed(3)
+        fit = trainer(max_steps=4, accumulate_grad_batches=2)
+        fit.fit(lit, DataLoader(data, batch_size=1), DataLoader(data[:3], batch_size=2))
+        results.append((fit.callback_metrics["val/loss"], lit.grad_norm))
+    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-5)
 
 
 def test_validation_weights_a_smaller_last_batch_by_its_tokens(make_gpt):
@@ -205,6 +221,19 @@ def test_compiled_model_computes_the_same_under_the_same_names(make_gpt, tokens)
     assert lit.model._compiled_call_impl is not None
     assert names[0] == names[1]
     torch.testing.assert_close(*losses)
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+
+
+def test_compiled_checkpoints_and_chunks_compute_the_same(make_gpt, tokens, monkeypatch):
+    # Everything of torch.compile but the slow generation of C++.
+    compiled = partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(GPT, "compile", compiled)
+    grads = []
+    for compile in (False, True):
+        model = make_gpt(activation_checkpointing="block")
+        lit = LitGPT(model, optim(), compile, ChunkedLoss(5))
+        lit.training_step({"tokens": tokens[:, :9]}, 0).backward()
+        grads.append(torch.cat([p.grad.flatten() for p in lit.parameters()]))
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 

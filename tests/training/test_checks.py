@@ -9,7 +9,7 @@ from training.checks import RULES, check_config
 from training.cli import CONFIGS
 from training.errors import ConfigError
 
-GROUPS = ("attention", "data", "logger", "model", "optim", "tokenizer")
+GROUPS = ("attention", "data", "logger", "loss", "model", "optim", "tokenizer")
 CHOICES = sorted(
     f"{group}={path.stem}"
     for group in GROUPS
@@ -83,6 +83,8 @@ def test_every_leaf_has_a_rule(choice):
         ("model.dropout=1", "model.dropout=1 is not accepted; give a number of at least 0 and"),
         ("model.dropout=-0.1", "model.dropout=-0.1 "),
         ("model.n_layer=0", "model.n_layer=0 "),
+        ("model.activation_checkpointing=all", "=all is not accepted; give one of none, block"),
+        ("model.activation_checkpointing=null", "model.activation_checkpointing=null "),
         ("model.positions=none", "model.positions=none is not accepted; give one of rotary, lea"),
         ("model.rope_base=nan", "model.rope_base=nan "),
         ("model.n_head=3", "model.n_head=3 does not divide model.width=128"),
@@ -153,6 +155,7 @@ def test_a_bad_value_is_named_with_what_is_accepted(defaults, change, sentence):
         "optim.grad_clip=null",
         "optim.grad_clip=0",
         "model.n_kv_head=2",
+        "model.activation_checkpointing=block",
         "logger.wandb=null",
         "global_batch_tokens=auto",
         "sample.max_new_tokens=0",
@@ -175,6 +178,8 @@ def test_a_value_that_must_be_given_is_named(defaults):
 @pytest.mark.parametrize(
     ("choice", "change", "sentence"),
     [
+        ("loss=chunked", "loss.chunk_tokens=0", "give an integer of at least 1, or auto"),
+        ("loss=chunked", "loss.chunk_tokens=few", "loss.chunk_tokens=few is not accepted"),
         ("data=text_files", "data.files=5", "data.files=5 is not accepted; give a text or a list"),
         ("data=text_files", "data.files=[a,1]", "data.files=['a', 1] "),
         ("data=hub", "data.path=5", "data.path=5 is not accepted; give a text that is not empty"),

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from flash_attention import FlashAttentionV1, NaiveAttention, SDPAttention
 from flash_attention.base import Attention
 from models.gpt import GPT
+from models.loss import ChunkedLoss, FullLoss
 from training import memory
 from training.memory import SavedBytes, is_out_of_memory, saved_for_backward
 from training.units import GIB
@@ -35,16 +36,9 @@ class OneAttention(nn.Module):
         return self.head(o.transpose(1, 2).flatten(2))
 
 
-def tiny_gpt(attention: Attention, n: int = 32, dropout: float = 0.0) -> GPT:
-    return GPT(
-        vocab_size=64,
-        seq_len=n,
-        n_layer=2,
-        n_head=2,
-        width=32,
-        attention=attention,
-        dropout=dropout,
-    )
+def tiny_gpt(attention: Attention, n: int = 32, dropout: float = 0.0, **changes) -> GPT:
+    settings = {"vocab_size": 64, "seq_len": n, "n_layer": 2, "n_head": 2, "width": 32}
+    return GPT(**(settings | changes), attention=attention, dropout=dropout)
 
 
 def tokens(batch: int, n: int) -> Tensor:
@@ -95,12 +89,17 @@ def test_naive_saves_four_times_as_much_for_twice_the_length():
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fake_count_equals_the_real_one(backend, dropout, dtype):
-    model = tiny_gpt(backend(), dropout=dropout)
+@pytest.mark.parametrize(
+    ("checkpointing", "loss_fn"), [("none", FullLoss()), ("block", ChunkedLoss(5))]
+)
+def test_the_fake_count_equals_the_real_one(backend, dropout, dtype, checkpointing, loss_fn):
+    model = tiny_gpt(backend(), dropout=dropout, activation_checkpointing=checkpointing)
 
     def count(fake: bool) -> SavedBytes:
         autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
-        return saved_for_backward(model, tokens(2, 32), precision=autocast, fake=fake)
+        return saved_for_backward(
+            model, tokens(2, 32), loss_fn=loss_fn, precision=autocast, fake=fake
+        )
 
     assert count(fake=True) == count(fake=False)
     assert count(fake=True).parts == count(fake=False).parts
@@ -164,6 +163,41 @@ def test_views_of_one_storage_count_once():
 
     once, twice = (saved_for_backward(Twice(t), tokens(1, 4)).total for t in (False, True))
     assert twice == once
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_with_checkpoints_the_inputs_and_one_block_count(dtype):
+    def count(n_layer: int, **changes) -> SavedBytes:
+        autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
+        model = tiny_gpt(FlashAttentionV1(), n_layer=n_layer, **changes)
+        return saved_for_backward(model, tokens(2, 32), precision=autocast)
+
+    one, two, three = (count(n, activation_checkpointing="block") for n in (1, 2, 3))
+    # One block keeps the same with and without: its input is counted once.
+    assert one == count(1)
+    assert one.attention == two.attention == three.attention
+    # Each more keeps its input: 2 * 32 tokens of width 32, in float32.
+    assert three.total - two.total == two.total - one.total == 2 * 32 * 32 * 4
+    assert count(3).attention == 3 * three.attention
+
+
+def test_the_loss_in_chunks_keeps_nothing_that_grows_with_tokens_times_vocabulary():
+    def slope(vocab_size: int, loss_fn) -> float:
+        """Bytes a token of one sequence."""
+        counts = [
+            saved_for_backward(
+                tiny_gpt(FlashAttentionV1(), n, vocab_size=vocab_size),
+                tokens(1, n),
+                loss_fn=loss_fn,
+            )
+            for n in (64, 128)
+        ]
+        return (counts[1].total - counts[0].total) / 64
+
+    assert slope(1000, FullLoss()) - slope(100, FullLoss()) == 4 * 900  # the log-softmax
+    assert slope(1000, ChunkedLoss(8)) == slope(100, ChunkedLoss(8))
+    # Instead of the features their gradient is kept: as many bytes.
+    assert slope(100, FullLoss()) - slope(100, ChunkedLoss(8)) == 4 * 100
 
 
 def test_a_huge_length_is_counted_without_memory_or_time():
@@ -282,13 +316,18 @@ def test_the_peak_on_windows_is_that_of_the_working_set(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_fake_count_equals_the_real_one_on_a_gpu(backend, dtype):
-    model = tiny_gpt(backend(), n=128, dropout=0.1).cuda()
+@pytest.mark.parametrize(
+    ("checkpointing", "loss_fn"), [("none", FullLoss()), ("block", ChunkedLoss(50))]
+)
+def test_the_fake_count_equals_the_real_one_on_a_gpu(backend, dtype, checkpointing, loss_fn):
+    model = tiny_gpt(backend(), n=128, dropout=0.1, activation_checkpointing=checkpointing).cuda()
     state = torch.cuda.get_rng_state()
 
     def count(fake: bool) -> SavedBytes:
         autocast = torch.autocast("cuda", dtype, enabled=dtype != torch.float32)
-        return saved_for_backward(model, tokens(2, 128).cuda(), precision=autocast, fake=fake)
+        return saved_for_backward(
+            model, tokens(2, 128).cuda(), loss_fn=loss_fn, precision=autocast, fake=fake
+        )
 
     assert count(fake=True) == count(fake=False)
     assert torch.equal(torch.cuda.get_rng_state(), state)

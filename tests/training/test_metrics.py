@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from flash_attention import NaiveAttention
 from models.gpt import GPT
 from models.lit_gpt import LitGPT
+from models.loss import ChunkedLoss
 from models.optim import AdamWCosine
 from training import memory, metrics, throughput
 from training.memory import saved_for_backward
@@ -262,6 +263,18 @@ def test_saved_bytes_are_those_of_the_trainers_precision(clock):
     assert row["memory/saved_attention_gib"] * GIB == saved.attention
     assert row["memory/saved_total_gib"] * GIB == saved.total
     assert saved != saved_for_backward(model.model, micro_batch)
+
+
+def test_saved_bytes_are_those_of_the_runs_loss(clock):
+    model = Model(clock)
+    model.loss_fn = ChunkedLoss(3)
+    row = fit(MetricsCallback(), model, 1)[1]
+    micro_batch = torch.zeros(MICRO_BATCH, N + 1, dtype=torch.int64)
+    full, chunked = (
+        saved_for_backward(model.model, micro_batch, loss_fn=loss_fn).total
+        for loss_fn in (None, model.loss_fn)
+    )
+    assert row["memory/saved_total_gib"] * GIB == chunked != full
 
 
 def test_counting_saved_bytes_does_not_change_the_training(clock, monkeypatch):
