@@ -78,7 +78,7 @@ def run_folders(folders: list[Path]) -> list[Path]:
 
 def named(rows: list[Row]) -> dict[str, list[Row]]:
     """Loss by position of each run, by a name that tells the runs apart."""
-    shared = set.intersection(*(set(row["overrides"]) for row in rows)) if len(rows) > 1 else set()
+    shared = set.intersection(*(set(row["overrides"]) for row in rows)) if rows else set()
     found: dict[str, list[Row]] = {}
     for row in sorted(rows, key=lambda row: row["seq_len"]):
         own = [o for o in row["overrides"] if o not in shared and not o.startswith("seq_len=")]

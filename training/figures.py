@@ -1,6 +1,7 @@
 """Figures of what longer context buys: recall over length, and loss over position."""
 
 import math
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ def plot_positions(runs: dict[str, list[Row]], path: Path) -> None:
     figure, axes = _new_figure()
     for index, (name, rows) in enumerate(runs.items()):
         for key, style, label in (
-            ("loss", "-", f"{name} tokens" if len(runs) == 1 else name),
+            ("loss", "-", "all tokens" if len(runs) == 1 else name),
             ("loss_own", "--", "documents that reach as far back" if len(runs) == 1 else None),
         ):
             known = [row for row in rows if row[key] is not None]
@@ -34,7 +35,7 @@ def plot_positions(runs: dict[str, list[Row]], path: Path) -> None:
     axes.set(xscale="log", xlim=(start, ends[-1]), ylabel="validation loss (nats/token)")
     axes.set_xlabel("position in the sequence (tokens before)")
     axes.set_xticks([start, *ends], ["0", *(f"{end:,}" for end in ends)], rotation=30)
-    title = "Loss by position"
+    title = "Loss by position" if len(runs) > 1 else f"Loss by position, {next(iter(runs))}"
     if len(runs) > 1:
         title += " (dashed: documents that reach as far back)"
     axes.set_title(title, fontsize="medium")
@@ -52,7 +53,8 @@ def _draw_buckets(
         end = row["last"] + 1
         x += [row["first"] or end / 2, end]
         y += [row[key], row[key]]
-    axes.plot(x, y, style, color=color, label=label, lw=1.8)
+    short = label and textwrap.shorten(label, 50, placeholder=" ...")
+    axes.plot(x, y, style, color=color, label=short, lw=1.8)
 
 
 def plot_recall(runs: Iterable[Row], path: Path) -> None:

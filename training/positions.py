@@ -99,7 +99,7 @@ class LossByPosition(L.Callback):
             return
         path = self.folder / f"{NAME}.png"
         rows = [asdict(bucket) for bucket in self.buckets]
-        figures.plot_positions({"all": rows}, path)
+        figures.plot_positions({f"seq_len={rows[-1]['last'] + 1:,}": rows}, path)
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):  # W&B
                 logger.log_image(f"val/{NAME}", [str(path)])

@@ -103,6 +103,26 @@ def test_runs_of_one_length_are_told_apart(make_run, tmp_path, axes):
     assert {"seq_len=256 seed=0", "seq_len=256 seed=1"} <= set(lines(axes["gain_positions.png"]))
 
 
+def test_a_run_alone_needs_no_more_than_its_length_for_a_name(make_run, tmp_path, axes):
+    rows = [bucket(0, 127, 2.0, 2.0), bucket(128, 255, 1.5, 1.4)]
+    folder = make_run("0", ["seq_len=256", "seed=1"], seq_len=256, loss_by_position=rows)
+    context_gain.main([str(folder), f"--out={tmp_path / 'gain'}"])
+    assert "seq_len=256" in axes["gain_positions.png"].get_title()
+    assert "all tokens" in lines(axes["gain_positions.png"])
+
+
+def test_a_long_name_leaves_room_for_the_curves(make_run, tmp_path, axes):
+    rows = [bucket(0, 127, 2.0, 2.0), bucket(128, 255, 1.5, 1.4)]
+    for seed in (0, 1):
+        overrides = [f"seed={seed}", *(f"a.key.number_{i}={seed}" for i in range(20))]
+        folder = make_run(str(seed), overrides, seq_len=256, loss_by_position=rows)
+    context_gain.main([str(folder), f"--out={tmp_path / 'gain'}"])
+    assert max(map(len, lines(axes["gain_positions.png"]))) <= 50
+    assert {"seq_len=256 seed=0", "seq_len=256 seed=1"} <= {
+        name[:18] for name in lines(axes["gain_positions.png"])
+    }
+
+
 def test_a_run_named_twice_counts_once_and_a_failed_one_not(make_run, tmp_path, axes):
     recall_run(make_run, 64, 0.5, status="error")
     folder = recall_run(make_run, 128, 0.97)
