@@ -33,7 +33,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     from training.build import build_callbacks, build_data, build_model, build_trainer, essentials
     from training.checks import check_config
     from training.console import quiet
-    from training.devices import resolve_hardware
+    from training.devices import check_offload, resolve_hardware
     from training.loggers import make_loggers, wandb_id
     from training.resume import check_same_run, find_checkpoint
     from training.sample import print_sample
@@ -43,6 +43,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     with RunSummary(cfg.run_dir) as summary:
         check_config(cfg)
         hardware = resolve_hardware(cfg.device, cfg.precision)
+        check_offload(cfg.model.get("offload_checkpoints", False), hardware)
         batch = plan_batch(cfg.seq_len, cfg.global_batch_tokens, cfg.micro_batch_tokens)
         summary.describe(cfg, hardware, batch)
         resumed = find_checkpoint(cfg)

@@ -1,6 +1,7 @@
 """A GPT-2 style decoder: pre-norm blocks, tied embeddings, rotary or learned positions."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from flash_attention import Attention
 from models.attention import CausalSelfAttention, rotary_tables
 from models.checks import check_number
+from models.offload import HostOffload
 
 INIT_STD = 0.02  # GPT-2's
 CHECKPOINTING = ("none", "block")
@@ -80,6 +82,8 @@ class GPT(nn.Module):
         bias: whether linear layers and norms have a bias.
         activation_checkpointing: "none" keeps every block's activations for backward; "block"
             keeps its input only (4 width bytes a token in float32) and runs it again in backward.
+        offload_checkpoints: keep these inputs in host memory between forward and backward, when
+            they are on a GPU; needs ``activation_checkpointing="block"``.
 
     Raises:
         ValueError or TypeError: naming the argument, what was given and what is accepted.
@@ -101,6 +105,7 @@ class GPT(nn.Module):
         rope_base: float = 10000.0,
         bias: bool = True,
         activation_checkpointing: str = "none",
+        offload_checkpoints: bool = False,
     ) -> None:
         super().__init__()
         n_kv_head = n_head if n_kv_head is None else n_kv_head
@@ -118,7 +123,7 @@ class GPT(nn.Module):
         check_number("dropout", dropout, at_least=0, below=1)
         check_number("rope_base", rope_base, above=0)
         _check_heads(width=width, n_head=n_head, n_kv_head=n_kv_head, positions=positions)
-        _check_checkpointing(activation_checkpointing)
+        _check_checkpointing(activation_checkpointing, offload_checkpoints)
         if not isinstance(attention, Attention):
             given = type(attention).__name__
             raise TypeError(f"attention is a {given}; give a flash_attention.Attention module")
@@ -127,6 +132,7 @@ class GPT(nn.Module):
         self.n_layer = n_layer
         self.width = width
         self.activation_checkpointing = activation_checkpointing
+        self.offload = HostOffload() if offload_checkpoints else None
 
         self.token_embedding = nn.Embedding(vocab_size, width)
         self.position_embedding = nn.Embedding(seq_len, width) if positions == "learned" else None
@@ -191,8 +197,9 @@ class GPT(nn.Module):
         else:
             rotary = (self.rotary_cos, self.rotary_sin)
         x = self.dropout(x)
-        for block in self.blocks:
-            x = self._run(block, x, rotary)
+        with self.offload.saving() if self.offload else nullcontext():
+            for block in self.blocks:
+                x = self._run(block, x, rotary)
         return self.norm(x)
 
     def _run(self, block: Block, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
@@ -281,10 +288,17 @@ def _sample(
     return top_ids.gather(-1, torch.multinomial(probs, 1, generator=generator))
 
 
-def _check_checkpointing(activation_checkpointing: str) -> None:
+def _check_checkpointing(activation_checkpointing: str, offload_checkpoints: bool) -> None:
     if activation_checkpointing not in CHECKPOINTING:
         raise ValueError(
             f"activation_checkpointing={activation_checkpointing!r} must be 'none' or 'block'"
+        )
+    if not isinstance(offload_checkpoints, bool):
+        raise TypeError(f"offload_checkpoints={offload_checkpoints!r} must be True or False")
+    if offload_checkpoints and activation_checkpointing == "none":
+        raise ValueError(
+            "offload_checkpoints=True needs activation_checkpointing='block': without checkpoints "
+            "there is nothing to move"
         )
 
 

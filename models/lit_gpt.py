@@ -37,7 +37,9 @@ class LitGPT(L.LightningModule):
         self.loss_fn = loss_fn or FullLoss()
         self.grad_norm: Tensor | None = None
         if compile:
-            self.model.compile()  # in place, unlike torch.compile: no `_orig_mod.` in state_dict
+            # Hooks on saved tensors, which offloading needs, do not go into a compiled graph.
+            for part in model.blocks if model.offload else [model]:
+                part.compile()  # in place, unlike torch.compile: no `_orig_mod.` in state_dict
 
     def loss(self, tokens: Tensor) -> Tensor:
         """Mean next-token loss in nats of tokens ``[B, N + 1]``."""

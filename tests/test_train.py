@@ -341,11 +341,17 @@ def leaves(node: dict):
         ("resume=nowhere", "resume=nowhere holds no checkpoint"),
         ("model.vocab_size=100", "model.vocab_size=100 is smaller than the tokeniser's 256"),
         ("data.files='/nowhere/*.txt'", "data.files="),
+        ("model.offload_checkpoints=true", "there are none; give model.activation_checkpointing="),
         pytest.param("device=cuda", "device=cuda, but PyTorch sees no CUDA GPU", marks=NO_GPU),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(run, tmp_path, capsys, change, sentence):
     check_refused(run(change), tmp_path, capsys, sentence)
+
+
+def test_offloading_on_a_cpu_is_one_sentence_and_exit_code_2(run, tmp_path, capsys):
+    summary = run("model.activation_checkpointing=block", "model.offload_checkpoints=true")
+    check_refused(summary, tmp_path, capsys, "off a GPU, this run is on the cpu")
 
 
 @pytest.mark.parametrize(

@@ -39,6 +39,12 @@ def train(folder: Path, *overrides: str) -> dict:
         ["compile=true"],
         ["model.dropout=0.1"],
         ["loss=chunked", "model.activation_checkpointing=block", "compile=true"],
+        [
+            "loss=chunked",
+            "model.activation_checkpointing=block",
+            "model.offload_checkpoints=true",
+            "model.dropout=0.1",
+        ],
     ],
 )
 def test_flash_v1_trains_in_bf16_and_reports_gpu_memory(tmp_path, changes):
@@ -64,7 +70,8 @@ def test_saving_memory_leaves_the_losses_as_they_are(tmp_path):
     choices = {
         "plain": [],
         "checkpoints": blocks,
-        "compiled": [*blocks, "compile=true"],
+        "offloaded": [*blocks, "model.offload_checkpoints=true"],
+        "compiled": [*blocks, "model.offload_checkpoints=true", "compile=true"],
     }
     summaries = {
         name: train(tmp_path / name, "precision=32-true", "deterministic=true", *choice)
@@ -75,7 +82,8 @@ def test_saving_memory_leaves_the_losses_as_they_are(tmp_path):
             summaries["plain"]["train_loss_last"], rel=1e-3
         )
     assert (
-        summaries["checkpoints"]["peak_allocated_bytes"]
+        summaries["offloaded"]["peak_allocated_bytes"]
+        < summaries["checkpoints"]["peak_allocated_bytes"]
         < summaries["plain"]["peak_allocated_bytes"]
     )
 

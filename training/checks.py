@@ -107,6 +107,7 @@ RULES = {
     "model.rope_base": POSITIVE,
     "model.bias": FLAG,
     "model.activation_checkpointing": one_of(*CHECKPOINTING),
+    "model.offload_checkpoints": FLAG,
     "loss.chunk_tokens": auto_or(integer(1)),
     "data.corpus": Rule(lambda v: isinstance(v, dict), "data=pysource, text_files or hub"),
     "data.corpus._partial_": Rule(lambda v: v is True, "true"),
@@ -179,6 +180,7 @@ def check_config(cfg: DictConfig) -> None:
     check_targets(values)
     check_derived(values)
     check_heads(values["model"])
+    check_checkpoints(values["model"])
     if values["logger"]["wandb"]:
         check_wandb_mode()
 
@@ -250,6 +252,15 @@ def check_heads(model: dict[str, Any]) -> None:
         raise ConfigError(
             f"model.width={width} over model.n_head={n_head} makes heads of {head_dim} channels; "
             "give an even number of channels for model.positions=rotary"
+        )
+
+
+def check_checkpoints(model: dict[str, Any]) -> None:
+    """There is something to move to the host."""
+    if model.get("offload_checkpoints") and model.get("activation_checkpointing") == "none":
+        raise ConfigError(
+            "model.offload_checkpoints=true moves checkpoints, and there are none; give "
+            "model.activation_checkpointing=block, or model.offload_checkpoints=false"
         )
 
 

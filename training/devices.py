@@ -50,6 +50,19 @@ def resolve_hardware(device: str, precision: str) -> Hardware:
     return Hardware(device, precision, device_name(device))
 
 
+def check_offload(offload_checkpoints: bool, hardware: Hardware) -> None:
+    """Refuses to move checkpoints to the host of a run that is on the host.
+
+    Raises:
+        ConfigError: this run is on a CPU.
+    """
+    if offload_checkpoints and hardware.device == "cpu":
+        raise ConfigError(
+            "model.offload_checkpoints=true moves checkpoints off a GPU, this run is on the cpu; "
+            "give model.offload_checkpoints=false"
+        )
+
+
 def device_name(device: str) -> str:
     """The model of the GPU or of the processor."""
     return torch.cuda.get_device_name() if device == "cuda" else _cpu_name()

@@ -45,8 +45,9 @@ def saved_for_backward(
 ) -> SavedBytes:
     """Bytes that forward and loss of one micro-batch keep for backward.
 
-    With ``model.activation_checkpointing="block"`` these are the blocks' inputs and what one
-    block, run again in backward, keeps at a time.
+    With ``model.activation_checkpointing="block"`` these are the blocks' inputs (those that
+    ``model.offload_checkpoints`` moves to the host left out) and what one block, run again in
+    backward, keeps at a time.
 
     Nothing is computed or allocated: tensors are replaced by fake ones, which have a shape, a dtype
     and a device but no data. Parameters, gradients, random states and the mode (training or not)

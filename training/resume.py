@@ -14,7 +14,7 @@ from training.errors import ConfigError
 
 # May change at a resume; everything else of these groups must be as it was.
 FREE = {
-    "model": {"_target_", "dropout", "activation_checkpointing"},
+    "model": {"_target_", "dropout", "activation_checkpointing", "offload_checkpoints"},
     "optim": {"_target_", "max_steps", "min_lr_ratio", "warmup_steps", "grad_clip"},
 }
 

@@ -205,6 +205,8 @@ def test_a_row_longer_than_seq_len_is_refused(make_gpt):
         ({"attention": nn.Identity()}, TypeError, "attention is a Identity"),
         ({"activation_checkpointing": "all"}, ValueError, "='all' must be 'none' or 'block'"),
         ({"activation_checkpointing": None}, ValueError, "=None must be 'none' or 'block'"),
+        ({"offload_checkpoints": 1}, TypeError, "offload_checkpoints=1 must be True or False"),
+        ({"offload_checkpoints": True}, ValueError, "needs activation_checkpointing='block'"),
     ],
 )
 def test_bad_settings_are_refused_by_name(make_gpt, changes, error, message):

@@ -198,6 +198,13 @@ def test_compiled_checkpoints_and_chunks_compute_the_same(make_gpt, tokens, monk
     torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
 
 
+def test_with_offloading_the_blocks_are_compiled_one_by_one(make_gpt):
+    model = make_gpt(activation_checkpointing="block", offload_checkpoints=True)
+    LitGPT(model, optim(), compile=True)
+    assert model._compiled_call_impl is None
+    assert all(block._compiled_call_impl is not None for block in model.blocks)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["bf16-mixed", "16-mixed"])
 def test_grad_norm_under_mixed_precision_is_unscaled(make_gpt, precision):

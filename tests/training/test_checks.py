@@ -85,6 +85,11 @@ def test_every_leaf_has_a_rule(choice):
         ("model.n_layer=0", "model.n_layer=0 "),
         ("model.activation_checkpointing=all", "=all is not accepted; give one of none, block"),
         ("model.activation_checkpointing=null", "model.activation_checkpointing=null "),
+        (
+            "model.offload_checkpoints=1",
+            "model.offload_checkpoints=1 is not accepted; give true or",
+        ),
+        ("model.offload_checkpoints=true", "give model.activation_checkpointing=block, or model."),
         ("model.positions=none", "model.positions=none is not accepted; give one of rotary, lea"),
         ("model.rope_base=nan", "model.rope_base=nan "),
         ("model.n_head=3", "model.n_head=3 does not divide model.width=128"),

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from training.devices import resolve_hardware
+from training.devices import check_offload, resolve_hardware
 from training.errors import ConfigError
 
 
@@ -61,3 +61,11 @@ def test_bfloat16_on_a_gpu_without_it_is_refused(gpu):
     gpu(bf16=False)
     with pytest.raises(ConfigError, match="some GPU has no bfloat16; give 16-mixed or 32-true"):
         resolve_hardware("cuda", "bf16-mixed")
+
+
+def test_offloading_is_refused_on_a_cpu_alone(gpu):
+    gpu(bf16=True)
+    check_offload(True, resolve_hardware("cuda", "auto"))
+    check_offload(False, resolve_hardware("cpu", "auto"))
+    with pytest.raises(ConfigError, match=r"offload_checkpoints=true .* this run is on the cpu"):
+        check_offload(True, resolve_hardware("cpu", "auto"))

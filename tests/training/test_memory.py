@@ -310,6 +310,19 @@ def test_the_fake_count_equals_the_real_one_on_a_gpu(backend, dtype, checkpointi
 
 
 @pytest.mark.gpu
+def test_checkpoints_that_leave_the_gpu_do_not_count():
+    settings = {"n_layer": 5, "activation_checkpointing": "block"}
+    kept, moved = (
+        saved_for_backward(
+            tiny_gpt(FlashAttentionV1(), **settings, offload_checkpoints=offload).cuda(),
+            tokens(2, 32).cuda(),
+        ).total
+        for offload in (False, True)
+    )
+    assert kept - moved == 4 * 2 * 32 * 32 * 4  # the input of the block that computes stays
+
+
+@pytest.mark.gpu
 def test_counting_takes_no_gpu_memory():
     model = tiny_gpt(NaiveAttention(), n=2**17).cuda()
     memory.reset_peaks(torch.device("cuda"))
