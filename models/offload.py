@@ -43,7 +43,7 @@ class HostOffload:
             return tensor
         if self._latest is not None:
             self._latest.leave_device()
-        self._latest = _Saved(self, tensor, self._latest)
+        self._latest = _Saved(self, tensor, self._borrow(tensor), self._latest)
         return self._latest
 
     def _unpack(self, packed: "Tensor | _Saved") -> Tensor:
@@ -56,7 +56,7 @@ class HostOffload:
         self.copies = self.copies or _Copies(tensor.device)
         return True
 
-    def borrow(self, like: Tensor) -> Tensor:
+    def _borrow(self, like: Tensor) -> Tensor:
         """A host buffer of this shape and dtype."""
         for i, buffer in enumerate(self._free):
             if buffer.shape == like.shape and buffer.dtype == like.dtype:
@@ -72,11 +72,13 @@ class HostOffload:
 class _Saved:
     """A tensor on its way to the host and back."""
 
-    def __init__(self, offload: HostOffload, tensor: Tensor, previous: "_Saved | None") -> None:
+    def __init__(
+        self, offload: HostOffload, tensor: Tensor, host: Tensor, previous: "_Saved | None"
+    ) -> None:
         self.offload = offload
         self.previous = previous  # what was saved before it, and is needed after it
         self.device = tensor.device
-        self.host = offload.borrow(tensor)
+        self.host = host
         self.tensor: Tensor | None = tensor  # while it is on the device
         self.copied = offload.copies.copy(self.host, tensor)
 

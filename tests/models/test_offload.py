@@ -169,6 +169,21 @@ def test_a_forward_pass_without_backward_leaves_nothing_behind(make_gpt, model, 
     assert copies.buffers == LAYERS
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_too_little_host_memory_is_an_error_that_can_be_got_over(
+    make_gpt, model, tokens, monkeypatch
+):
+    def fail(like):
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.offload.copies, "host_buffer", fail)
+        with pytest.raises(MemoryError):
+            FullLoss()(model, tokens)
+    gc.collect()
+    assert_equal(loss_and_grads(model, tokens), loss_and_grads(plain(make_gpt), tokens))
+
+
 def test_nothing_is_copied_without_gradients(model, tokens):
     with torch.no_grad():
         model(tokens)
