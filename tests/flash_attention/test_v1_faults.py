@@ -3,12 +3,14 @@
 repository#number is the issue or pull request in which the fault was found.
 """
 
+import itertools
 import math
 import threading
 
 import pytest
 import torch
 from torch import Tensor
+from torch.library import opcheck
 
 from flash_attention import dropout, flash_attention_v1, naive_attention
 from tests.flash_attention import layouts
@@ -21,6 +23,7 @@ from tests.flash_attention.parity import (
 from tests.flash_attention.watch import Guard, enter_inside
 
 SMALL_BLOCKS = dict(block_q=32, block_kv=32)  # several blocks each way at the interpreter's sizes
+TINY_BLOCKS = dict(block_q=16, block_kv=16)
 
 
 def assert_equal_to_naive(got: dict[str, Tensor], q, k, v, do, **options) -> None:
@@ -68,12 +71,38 @@ def test_nothing_beyond_the_inputs_is_read(device, nq, nk, causal):
     assert_equal_to_naive(got, *inputs, causal=causal)
 
 
+@pytest.mark.parametrize("layout", [layouts.packed, layouts.transposed])
+@pytest.mark.parametrize("which", range(4), ids=["q", "k", "v", "dO"])
+def test_each_tensor_is_read_and_written_at_its_own_strides(device, which, layout, monkeypatch):
+    """One of q, k, v and dO has other strides than the rest: V taken at K's (FlagGems#5896), dO at
+    o's (flash-attention#355, FlagAttention#1), dK or dQ written at the input's
+    (flash-attention#818, ROCm/flash-attention#122)."""
+    inputs = make_inputs(2, 4, 2, 20, 25, 24, torch.float32, device)
+    odd = inputs[which]
+    inputs = list(inputs)
+    inputs[which] = layout(odd.detach()).requires_grad_(odd.requires_grad)
+    guard = Guard()
+    enter_inside(guard, monkeypatch)
+    got = results(flash_attention_v1, *inputs, causal=True, **SMALL_BLOCKS)
+    assert guard.margins_are_untouched()
+    assert_equal_to_naive(got, *inputs, causal=True)
+
+
+@pytest.mark.parametrize("longer", [-2, -1, 0, 1], ids="Nk-Nq={}".format)
+def test_the_causal_edge_at_the_corner_of_a_tile(device, longer):
+    """The diagonal passes the corners of tiles by one key on either side and exactly: where tiles
+    that need no mask, or no work, begin (ffpa-attn#300)."""
+    inputs = make_inputs(1, 1, 1, 32, 32 + longer, 16, torch.float32, device)
+    got = results(flash_attention_v1, *inputs, causal=True, **TINY_BLOCKS)
+    assert_equal_to_naive(got, *inputs, causal=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_nothing_beyond_segment_ids_is_read(device, dtype):
     """Ids in the middle of a larger tensor, where what follows goes on with the last segment."""
     n = 45
     inputs = make_inputs(2, 1, 1, n, n, 16, torch.float32, device)
-    ids = torch.tensor([[0] * 20 + [1] * 25, [-1] * 40 + [1] * 5], dtype=dtype, device=device)
+    ids = torch.tensor([[0] * 20 + [1] * 25, [-1] * 10 + [1] * 35], dtype=dtype, device=device)
     larger = torch.ones(4, n + 40, dtype=dtype, device=device)
     view = larger[1:3, 20 : 20 + n].copy_(ids)
     got = results(flash_attention_v1, *inputs, segment_ids=view, **SMALL_BLOCKS)
@@ -116,8 +145,38 @@ def test_results_of_nothing_are_written(device, shape):
         assert torch.equal(t, torch.zeros_like(t))
 
 
+def test_a_negative_scale_takes_the_maximum_of_the_scaled_scores(device):
+    """The maximum before scaling would be the minimum after, and the exponents overflow. Lengths of
+    whole tiles: those without a mask scale last."""
+    q, k, v, do = make_inputs(1, 1, 1, 32, 32, 16, torch.float32, device)
+    with torch.no_grad():
+        k.mul_(16.0)
+    o, m, _ = flash_attention_v1(q, k, v, scale=-1.0, return_stats=True, **TINY_BLOCKS)
+    qd, kd = upcast(q, k)
+    torch.testing.assert_close(m.double(), (-qd @ kd.mT).amax(-1), rtol=1e-5, atol=1e-5)
+    got = {"o": o.detach()} | dict(
+        zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), do), strict=True)
+    )
+    want = results(naive_attention, *upcast(q, k, v, do), scale=-1.0)
+    for name in want:
+        torch.testing.assert_close(got[name].double(), want[name], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_each_row_is_one_programs_own(device, causal):
+    """Programs that share a head would otherwise meet in one row: a race on a GPU, another order of
+    K/V blocks through the interpreter. So the split does not change a bit."""
+    q, k, v, _ = make_inputs(1, 1, 1, 80, 75, 16, torch.float32, device)
+    want = None
+    for q_splits in (1, 2, 3, 100):
+        got = flash_attention_v1(
+            q, k, v, causal=causal, return_stats=True, q_splits=q_splits, **TINY_BLOCKS
+        )
+        want = want or got
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 HALF = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-TINY_BLOCKS = dict(block_q=16, block_kv=16)
 
 
 @HALF
@@ -181,6 +240,25 @@ def test_dropout_is_as_exact_as_float64_is(device, interpreted):
     o = flash_attention_v1(q, k, v, scale=0.0, dropout_p=p, **SMALL_BLOCKS)
     tolerance = 1e-6 if interpreted else 1e-13  # Triton takes 1/(1-p) as a float32
     torch.testing.assert_close(o, keep.double() @ v / n / (1 - p), rtol=tolerance, atol=tolerance)
+
+
+def test_every_batch_entry_and_head_drops_its_own_entries(device):
+    q, k, v, _ = make_inputs(1, 1, 1, 40, 40, 16, torch.float32, device)
+    o = flash_attention_v1(*(t.expand(2, 3, 40, 16) for t in (q, k, v)), dropout_p=0.3)
+    heads = list(o.detach().flatten(0, 1))
+    assert not any(torch.equal(a, b) for a, b in itertools.combinations(heads, 2))
+
+
+@pytest.mark.parametrize("layout", [layouts.contiguous, layouts.packed])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_fake_gradients_have_the_strides_of_real_ones(device, dtype, layout):
+    """A compiled graph believes the fake ones (ComfyUI#15044)."""
+    *qkv, do = make_inputs(1, 2, 1, 20, 25, 16, dtype, device)
+    q, k, v, do = (layout(t.detach()) for t in (*qkv, do))
+    o, m, l = flash_attention_v1(q, k, v, return_stats=True)
+    m = m / math.log(2.0)  # the op's own are in base 2
+    arguments = (do, q, k, v, o, m, l, None, None, False, 0.25, 0.0, True, None, None, None)
+    opcheck(torch.ops.flash_attention.v1_backward.default, arguments, test_utils="test_faketensor")
 
 
 def test_compile_does_not_start_again_for_every_length():

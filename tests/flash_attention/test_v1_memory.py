@@ -1,7 +1,5 @@
 """Forward and backward take memory that grows with N: nothing in them is N x N."""
 
-import gc
-
 import pytest
 import torch
 
@@ -17,23 +15,25 @@ OPTIONS = [
 ]
 
 
-def run(n: int, head_dim: int, device: torch.device, *, segments: bool = False, **options) -> None:
+def call(n: int, head_dim: int, device: torch.device, *, segments: bool = False, **options):
+    """A forward and backward to run, with its inputs made."""
     inputs = make_inputs(1, 2, 1, n, n, head_dim, torch.float32, device)
     if segments:
         options["segment_ids"] = (torch.arange(n, device=device) // 50)[None]
-    results(flash_attention_v1, *inputs, **options)
+    return lambda: results(flash_attention_v1, *inputs, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_largest_tensor_doubles_with_the_length(device, options, interpreted, monkeypatch):
-    """The tiles' size is fixed. Scores of all pairs would be four times as large, and so would be a
-    copy of dQ for each K/V block (FlagAttention#4)."""
+    """The tiles' size is fixed. Scores or a mask of all pairs would be four times as large, and so
+    would be a copy of dQ for each K/V block (FlagAttention#4)."""
     n = 16 if interpreted else 64
     largest = []
     for length in (n, 2 * n):
+        run = call(length, 8, device, block_q=16, block_kv=16, **options)
         with monkeypatch.context() as patch, Largest() as seen:
             enter_inside(seen, patch)
-            run(length, 8, device, block_q=16, block_kv=16, **options)
+            run()
         largest.append(seen.bytes)
     assert largest[1] == 2 * largest[0]
 
@@ -41,16 +41,15 @@ def test_the_largest_tensor_doubles_with_the_length(device, options, interpreted
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_peak_of_a_gpu_doubles_with_the_length(options):
-    device = torch.device("cuda")
-
     def peak(n: int) -> int:
-        gc.collect()  # what an earlier graph still holds would be freed in between
+        run = call(n, 64, torch.device("cuda"), **options)
+        run()  # compiles, and allocates what is allocated once
+        torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        run(n, 64, device, **options)
+        run()
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
-    run(4096, 64, device, **options)  # what is allocated once and kept
     once, twice = peak(4096), peak(8192)
-    assert 1.5 * once <= twice <= 2.1 * once
+    assert 1.9 * once <= twice <= 2.1 * once
