@@ -16,8 +16,11 @@ if not torch.cuda.is_available():
 
     del os.environ["TRITON_INTERPRET"]
 
-# Two threads are what the suite is timed for; more only make small tensors slower.
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Each worker, and each run that a test starts, takes its share of the processors: more threads than
+# processors only wait for each other.
+THREADS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+torch.set_num_threads(min(2, THREADS))
+os.environ.setdefault("OMP_NUM_THREADS", str(min(2, THREADS)))
 
 
 @pytest.fixture(autouse=True)

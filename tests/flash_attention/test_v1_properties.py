@@ -27,8 +27,8 @@ class Reach:
     blocks: tuple[int | None, ...]
 
 
-TILES = Reach(150, 2, 100, tuple(range(1, 257)), (None, 16, 32, 64, 128, 256))
-INTERPRETER = Reach(50, 2, 40, (1, 2, 3, 7, 8, 15, 16, 17, 24, 32, 33), (16, 32))
+TILES = Reach(100, 2, 100, tuple(range(1, 257)), (None, 16, 32, 64, 128, 256))
+INTERPRETER = Reach(30, 2, 40, (1, 2, 3, 7, 8, 15, 16, 17, 24, 32, 33), (16, 32))
 CUDA = Reach(16, 3, 700, (1, 24, 64, 80, 128, 256), (None, 16, 32, 64))  # each may compile anew
 
 
