@@ -14,6 +14,7 @@ try:
     import triton
     import triton.language
     import triton.runtime.errors
+    from triton.tools.tensor_descriptor import TensorDescriptor
 except ImportError:  # no wheel on macOS and Windows: the PyTorch tiles run there
     triton = None
 
@@ -66,6 +67,25 @@ def on_device(t: Tensor) -> AbstractContextManager:
 def or_dummy(t: Tensor | None, like: Tensor) -> Tensor:
     """A pointer for an argument that the kernel, by a constexpr, does not read."""
     return like if t is None else t
+
+
+def descriptors_fit(*tensors: Tensor) -> bool:
+    """Whether a tensor map can describe these ``[B, H, N, D]`` tensors: a Hopper GPU or later, rows
+    contiguous, everything else at multiples of 16 bytes."""
+    if tensors[0].is_cuda and torch.cuda.get_device_capability(tensors[0].device) < (9, 0):
+        return False
+    return all(
+        t.stride(-1) == 1
+        and t.data_ptr() % 16 == 0
+        and all(s > 0 and s * t.element_size() % 16 == 0 for s in t.stride()[:-1])
+        for t in tensors
+    )
+
+
+def descriptor(t: Tensor, rows: int, block_d: int):
+    """A tensor map over ``[B, H, N, D]`` for tiles of ``rows`` rows of one head; beyond N and D a
+    load gives 0 and nothing is stored."""
+    return TensorDescriptor.from_tensor(t, [1, 1, rows, block_d])
 
 
 def triton_dtype(dtype: torch.dtype):

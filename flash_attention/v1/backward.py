@@ -7,20 +7,20 @@ The kernel computes the tiles transposed (S^T = K Q^T), so that P^T and dS^T are
 of dV += P^T dO and dK += dS^T Q as they come out of the registers.
 """
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_attention import dropout, launch, tiling
-from flash_attention.v1 import segments
-from flash_attention.v1.tiles import (
+from flash_attention import dropout, launch, segments, tiling
+from flash_attention.delta import delta
+from flash_attention.tiles import (
     LOG2_E,
     add_rows,
     keep,
     load_rows,
     load_segments,
     locate,
+    probabilities,
     row_blocks,
     store_rows,
     visible,
@@ -28,28 +28,8 @@ from flash_attention.v1.tiles import (
 
 
 @triton.jit
-def _delta_kernel(
-    o_ptr, do_ptr, delta_ptr,
-    stride_ob, stride_oh, stride_on, stride_od,
-    stride_gb, stride_gh, stride_gn, stride_gd,
-    batch_heads, heads, nq,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """Line 19, D_i = rowsum(dO o O), once for all K/V blocks: it does not depend on j."""
-    head, block = locate(batch_heads)
-    b, h = head // heads, head % heads
-    o_ptr += b * stride_ob + h * stride_oh
-    do_ptr += b * stride_gb + h * stride_gh
-    r0 = block * BLOCK_Q
-    rows = r0 + tl.arange(0, BLOCK_Q)
-    oi = load_rows(o_ptr, stride_on, stride_od, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D).to(ACC)
-    doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D).to(ACC)
-    tl.store(delta_ptr + head * nq + rows, tl.sum(oi * doi, axis=1), mask=rows < nq)
-
-
-@triton.jit
 def _backward_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, m_ptr, l_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, m_ptr, inv_ptr, delta_ptr,
     segment_ptr, span_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
@@ -97,7 +77,7 @@ def _backward_kernel(
                         q_ptr + b * stride_qb + h * stride_qh,
                         do_ptr + b * stride_gb + h * stride_gh,
                         dq_ptr + b * stride_dqb + h * stride_dqh,
-                        m_ptr + head * nq, l_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
+                        m_ptr + head * nq, inv_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
                         stride_qn, stride_qd, stride_gn, stride_gd, stride_dqn, stride_dqd,
                         head, nq, nk, scale, seed, keep_scale, threshold,
                         part != 1, CAUSAL, SEGMENTS, DROPOUT, ATOMIC,
@@ -113,7 +93,7 @@ def _backward_kernel(
 
 @triton.jit
 def _add_gradients(
-    r0, c0, kj, vj, dk, dv, q_ptr, do_ptr, dq_ptr, m_ptr, l_ptr, delta_ptr, segment_ptr,
+    r0, c0, kj, vj, dk, dv, q_ptr, do_ptr, dq_ptr, m_ptr, inv_ptr, delta_ptr, segment_ptr,
     stride_qn, stride_qd, stride_gn, stride_gd, stride_dqn, stride_dqd,
     head, nq, nk, scale, seed, keep_scale, threshold,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -130,12 +110,11 @@ def _add_gradients(
     qi = load_rows(q_ptr, stride_qn, stride_qd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     m = tl.load(m_ptr + rows, mask=inside, other=0.0)
-    l = tl.load(l_ptr + rows, mask=inside, other=0.0)
+    inv = tl.load(inv_ptr + rows, mask=inside, other=0.0)
     delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
 
-    scale2 = scale * LOG2_E
-    inv = 1.0 / tl.where(l == 0.0, float("inf"), l)  # 0 for a row without keys
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # line 11, unscaled
+    seen = True
     if MASKED:
         seen = visible(
             rows[None, :], cols[:, None], nq, nk,
@@ -143,11 +122,7 @@ def _add_gradients(
             load_segments(segment_ptr, cols, nk, SEGMENTS)[:, None],
             CAUSAL, SEGMENTS,
         )  # fmt: skip
-        st = tl.where(seen, st * scale2, float("-inf"))
-        shift = tl.where(m == float("-inf"), 0.0, m)
-        pt = tl.exp2(st - shift[None, :]) * inv[None, :]  # line 13
-    else:
-        pt = tl.exp2(st * scale2 - m[None, :]) * inv[None, :]
+    pt = probabilities(st, m[None, :], inv[None, :], seen, scale * LOG2_E, MASKED)  # line 13
     dpt = tl.dot(vj, tl.trans(doi), input_precision=PRECISION, out_dtype=ACC)  # line 17
     pt_dropped = pt
     if DROPOUT:  # lines 14, 15, 18
@@ -196,7 +171,7 @@ def backward(
     acc = m.dtype
     dq = launch.seq_major(q, acc, fill=0.0)
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
-    delta = torch.empty_like(m)
+    rows_delta, inv = delta(o, do, l)
     shared = dict(
         HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim), ACC=launch.triton_dtype(acc)
     )
@@ -204,12 +179,8 @@ def backward(
     splits = col_blocks if splits is None else min(splits, col_blocks)
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
-        _delta_kernel[(batch * heads * triton.cdiv(nq, blocks.block_q),)](
-            o, do, delta, *o.stride(), *do.stride(), batch * heads, heads, nq,
-            BLOCK_Q=blocks.block_q, **shared,
-        )  # fmt: skip
         _backward_kernel[(batch * kv_heads * splits,)](
-            q, k, v, do, dq, dk, dv, m, l, delta,
+            q, k, v, do, dq, dk, dv, m, inv, rows_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),

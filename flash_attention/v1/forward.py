@@ -11,9 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flash_attention import dropout, launch, tiling
-from flash_attention.v1 import segments
-from flash_attention.v1.tiles import (
+from flash_attention import dropout, launch, segments, tiling
+from flash_attention.tiles import (
     LOG2_E,
     keep,
     load_rows,

@@ -1,21 +1,12 @@
-"""FlashAttention V1 as a PyTorch operator: custom op, fake implementation, autograd.
+"""FlashAttention V1 for users: the function, its module, and how its kernels are launched."""
 
-What autograd keeps is q, k, v, o and the statistics m and l: O(N). S and P are computed again.
-Inside the op m is in base 2, the row maximum times log2 e: exp2 is what the hardware has.
-"""
-
-import math
-from collections.abc import Callable
 from typing import Literal
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.library import custom_op
 
-from flash_attention import checks, dropout, launch, tiling
+from flash_attention import launch, operator, tiling
 from flash_attention.base import Attention
-from flash_attention.v1 import tiled, transforms
+from flash_attention.v1 import tiled
 
 if launch.triton is not None:
     from flash_attention.v1 import backward as triton_backward
@@ -76,38 +67,21 @@ def flash_attention_v1(
         RuntimeError: on double backward, on forward-mode differentiation, or on a gradient into m
             or l (under torch.compile these are detached instead).
     """
-    q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
-    _check_knobs(q_splits, block_q, block_kv)
-    if segment_ids is not None:
-        segment_ids = segment_ids.contiguous()  # the kernels index it as [B, N]
-    if scale < 0.0:  # the op's scale is not negative: a row's maximum may be taken before scaling
-        q, scale = -q, -scale
-    if not torch.compiler.is_compiling():
-        _refuse_forward_mode(q, k, v)
-    splits = None if q_splits == "auto" else q_splits
-    seed = dropout.draw_seed(q.device) if dropout_p > 0.0 else None
-    o, m, l = _attend(
+    _check_splits(q_splits)
+    return _attention(
         q,
         k,
         v,
-        segment_ids,
-        seed,
-        causal,
-        scale,
-        dropout_p,
-        deterministic,
-        splits,
-        block_q,
-        block_kv,
+        causal=causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        segment_ids=segment_ids,
+        deterministic=deterministic,
+        return_stats=return_stats,
+        splits=None if q_splits == "auto" else q_splits,
+        block_q=block_q,
+        block_kv=block_kv,
     )
-    if not return_stats:
-        return o
-    m = m * math.log(2.0)  # the op's scores are in base 2
-    # A compiled graph hands back zero gradients for every output, which could not be told from
-    # real ones: there the statistics just leave the graph.
-    if o.requires_grad and not torch.compiler.is_compiling():
-        m, l = _NoGradient.apply(m, o), _NoGradient.apply(l, o)
-    return o, m, l
 
 
 class FlashAttentionV1(Attention):
@@ -123,7 +97,8 @@ class FlashAttentionV1(Attention):
         block_kv: int | None = None,
     ):
         super().__init__()
-        _check_knobs(q_splits, block_q, block_kv)
+        _check_splits(q_splits)
+        operator.check_blocks(block_q, block_kv)
         self.knobs = dict(
             deterministic=deterministic, q_splits=q_splits, block_q=block_q, block_kv=block_kv
         )
@@ -134,190 +109,34 @@ class FlashAttentionV1(Attention):
         )
 
 
-def _check_knobs(q_splits: int | str, block_q: int | None, block_kv: int | None) -> None:
+def _check_splits(q_splits: int | str) -> None:
     if q_splits != "auto" and not (isinstance(q_splits, int) and q_splits >= 1):
         raise ValueError(f"q_splits must be 'auto' or an integer of at least 1; got {q_splits!r}")
-    for name, block in (("block_q", block_q), ("block_kv", block_kv)):
-        if block is not None and block not in tiling.BLOCK_SIZES:
-            raise ValueError(f"{name} must be 16, 32, 64, 128 or 256; got {block!r}")
 
 
-@custom_op("flash_attention::v1_forward", mutates_args=())
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    segment_ids: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    deterministic: bool,
-    splits: int | None,
-    block_q: int | None,
-    block_kv: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.numel() == 0 or k.numel() == 0:  # nothing to launch: every row sees no key
-        o = launch.seq_major(q, q.dtype, fill=0.0)
-        return o, _statistics(q).fill_(float("-inf")), _statistics(q).zero_()
-    options = dict(
-        causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
-    )
-    if launch.use_triton(q):
-        qkv = _interpretable(q, k, v)
-        o, m, l = _fitting(
-            "forward",
-            lambda blocks: triton_forward.forward(*qkv, splits=splits, blocks=blocks, **options),
-            tiling.forward_blocks(q.shape[3], q.element_size()),
-            q,
-            block_q,
-            block_kv,
-        )
-    else:
-        blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
-        with torch.autocast(q.device.type, enabled=False):  # it reaches into a custom op
-            o, m, l = tiled.forward(
-                q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
-            )
-    return launch.rounded(o, q), m, l
-
-
-@custom_op("flash_attention::v1_backward", mutates_args=())
-def _backward(
-    do: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    m: Tensor,
-    l: Tensor,
-    segment_ids: Tensor | None,
-    seed: Tensor | None,
-    causal: bool,
-    scale: float,
-    dropout_p: float,
-    deterministic: bool,
-    splits: int | None,
-    block_q: int | None,
-    block_kv: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if q.numel() == 0 or k.numel() == 0:
-        return tuple(launch.seq_major(t, t.dtype, fill=0.0) for t in (q, k, v))
-    options = dict(
-        causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
-    )
-    if launch.use_triton(q):
-        tensors = (*_interpretable(do, q, k, v, o), m, l)
-        splits = 1 if deterministic else splits
-        grads = _fitting(
-            "backward",
-            lambda blocks: triton_backward.backward(
-                *tensors, splits=splits, blocks=blocks, **options
-            ),
-            tiling.backward_blocks(q.shape[3], q.element_size()),
-            q,
-            block_q,
-            block_kv,
-        )
-    else:
-        blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
-        with torch.autocast(q.device.type, enabled=False):
-            grads = tiled.backward(
-                do, q, k, v, o, m, l, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
-            )
-    return tuple(launch.rounded(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
-
-
-@_forward.register_fake
-def _(q, k, v, *args):
-    return launch.seq_major(q, q.dtype), _statistics(q), _statistics(q)
-
-
-@_backward.register_fake
-def _(do, q, k, v, *args):
-    return tuple(launch.seq_major(t, t.dtype) for t in (q, k, v))
-
-
-def _save(ctx, inputs, output):
-    q, k, v, segment_ids, seed, *ctx.options = inputs
-    o, m, l = output
-    ctx.save_for_backward(q, k, v, o, m, l, segment_ids, seed)
-    ctx.mark_non_differentiable(m, l)
-
-
-def _differentiate(ctx, do, dm, dl):
-    q, k, v, o, m, l, segment_ids, seed = ctx.saved_tensors
-    grads = _gradients(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
-    return *grads, *(None,) * (2 + len(ctx.options))
-
-
-class _NoGradient(torch.autograd.Function):
-    """A statistic tied to o, so that a gradient into it is an error and not a silent zero."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(statistic, o):
-        return statistic.view_as(statistic)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        pass
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError(
-            "flash_attention_v1 has no gradient for the statistics m and l: detach them"
-        )
-
-
-def _refuse_forward_mode(*tensors: Tensor) -> None:
-    """A custom op without a rule for forward-mode derivatives would give tangents of zero."""
-    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
-        raise RuntimeError(transforms.NO_FORWARD_MODE)
-
-
-def _refuse_double_backward(ctx, *grads):
-    raise RuntimeError(
-        "flash_attention_v1 has no double backward; use naive_attention for second derivatives"
+def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
+    return operator.fitting(
+        "v1 forward",
+        lambda blocks: triton_forward.forward(q, k, v, splits=splits, blocks=blocks, **options),
+        tiling.forward_blocks(q.shape[3], q.element_size()),
+        q,
+        block_q,
+        block_kv,
     )
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
-_backward.register_autograd(_refuse_double_backward)
-_forward.register_vmap(transforms.fold_into_batch(_forward, seed_at=4))
-_backward.register_vmap(transforms.fold_into_batch(_backward, seed_at=8))
-_attend = transforms.composable(_forward, _save, _differentiate)
-_gradients = transforms.composable(_backward, lambda *_: None, _refuse_double_backward)
-
-
-def _statistics(q: Tensor) -> Tensor:
-    """An uninitialised m or l, ``[B, H, Nq]``."""
-    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-
-
-def _fitting(
-    direction: str,
-    run: Callable,
-    blocks: tiling.Blocks,
-    q: Tensor,
-    block_q: int | None,
-    block_kv: int | None,
-):
-    """The kernel with the table's blocks, or the user's, or smaller ones where those do not fit."""
-    return launch.fitting(
-        run,
-        blocks.override(block_q, block_kv),
-        block_q is not None or block_kv is not None,
-        q.device,
-        direction,
-        q.dtype,
-        q.shape[3],
+def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
+    splits = 1 if deterministic else splits
+    return operator.fitting(
+        "v1 backward",
+        lambda blocks: triton_backward.backward(
+            do, q, k, v, o, m, l, splits=splits, blocks=blocks, **options
+        ),
+        tiling.backward_blocks(q.shape[3], q.element_size()),
+        q,
+        block_q,
+        block_kv,
     )
 
 
-def _interpretable(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Triton's interpreter gets bfloat16 products wrong (Triton 3.6, 3.7): it is given float32."""
-    if launch.interpreting() and not tensors[0].is_cuda:
-        return tuple(t.float() if t.dtype == torch.bfloat16 else t for t in tensors)
-    return tensors
+_attention = operator.build("v1", tiled, _forward, _backward)

@@ -153,7 +153,8 @@ def test_eight_lengths_take_at_most_three_compilations(where, dynamic):
 def test_the_kernels_are_not_compiled_for_every_length():
     """A variant for lengths that 16 divides and one for others, each for one split, splits that
     16 divides and others: 6 of a kernel, however many lengths there are."""
-    from flash_attention.v1.backward import _backward_kernel, _delta_kernel
+    from flash_attention.delta import _delta_kernel
+    from flash_attention.v1.backward import _backward_kernel
     from flash_attention.v1.forward import _forward_kernel
 
     device = torch.device("cuda", torch.cuda.current_device())

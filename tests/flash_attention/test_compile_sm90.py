@@ -19,13 +19,13 @@ import os, subprocess, sys, tempfile
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flash_attention import tiling
-from flash_attention.v1 import backward, forward, segments
+from flash_attention import delta, segments, tiling
+from flash_attention.v1 import backward, forward
 
 KERNELS = {
     "forward": forward._forward_kernel,
     "backward": backward._backward_kernel,
-    "delta": backward._delta_kernel,
+    "delta": delta._delta_kernel,
     "spans": segments._spans_kernel,
 }
 FLOAT32 = {"o_ptr", "m_ptr", "l_ptr", "delta_ptr", "dq_ptr"}

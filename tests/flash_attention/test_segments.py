@@ -33,7 +33,7 @@ def test_spans_hold_every_row_that_may_see_a_key_and_know_single_segments(
     pytest.importorskip("triton")
     if where == "interpreter":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
-    from flash_attention.v1 import segments
+    from flash_attention import segments
 
     monkeypatch.setattr(segments, "CHUNK", 32)  # several turns
     ids = IDS[name].to("cuda" if where == "cuda" else "cpu")

@@ -1,4 +1,4 @@
-"""What the forward and backward kernels share: loading and storing tiles, masks, dropout.
+"""What the Triton kernels share: loading and storing tiles, masks, which blocks meet, dropout.
 
 Positions are int64 wherever they are multiplied by a stride: 2^31 elements are reached by tensors
 that fit on one GPU.
@@ -16,6 +16,33 @@ def locate(heads):
     Heads come first, so that in a causal backward the long K/V blocks of all heads start first."""
     program = tl.program_id(0)
     return (program % heads).to(tl.int64), program // heads
+
+
+@triton.jit
+def place(heads, blocks, at_a_time):
+    """The (head, block) of this program of heads * blocks: first all blocks of the first at_a_time
+    heads, block by block; then of the next. Few heads at a time keep their K and V in the L2 cache.
+    """
+    program = tl.program_id(0)
+    first = program // (at_a_time * blocks) * at_a_time
+    width = tl.minimum(at_a_time, heads - first)
+    rest = program - first * blocks
+    return (first + rest % width).to(tl.int64), rest // width
+
+
+@triton.jit
+def read_rows(
+    source, b, h, start, n, stride_b, stride_h, stride_n, stride_d,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DESCRIPTORS: tl.constexpr,
+):  # fmt: skip
+    """As load_rows, from head h of batch entry b of a [B, H, N, D] tensor: a pointer, or a
+    descriptor (launch.descriptor) whose tiles a Hopper GPU copies without the threads' help."""
+    if DESCRIPTORS:
+        tile = source.load([b.to(tl.int32), h.to(tl.int32), start, 0]).reshape(ROWS, BLOCK_D)
+    else:
+        base = source + b * stride_b + h * stride_h
+        tile = load_rows(base, stride_n, stride_d, start, n, ROWS, HEAD_DIM, BLOCK_D)
+    return tile
 
 
 @triton.jit
@@ -86,6 +113,19 @@ def visible(
 
 
 @triton.jit
+def probabilities(s, m, inv, seen, scale2, MASKED: tl.constexpr):
+    """P of a tile in backward, from the unscaled scores and the statistics m (base 2) and 1 / l,
+    which broadcast to the tile; 0 where a pair is not seen."""
+    if MASKED:
+        s = tl.where(seen, s * scale2, float("-inf"))
+        # A row that sees no key has m = -inf, and -inf - -inf would be NaN.
+        p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)) * inv
+    else:
+        p = tl.exp2(s * scale2 - m) * inv
+    return p
+
+
+@triton.jit
 def load_segments(segments, positions, n, SEGMENTS: tl.constexpr):
     return tl.load(segments + positions, mask=positions < n, other=0) if SEGMENTS else positions
 
@@ -113,6 +153,33 @@ def row_blocks(
         full = tl.where(one_segment, tl.maximum(full, tl.cdiv(first_row, BLOCK_Q)), stop)
         full_stop = stop_row // BLOCK_Q
     full = tl.minimum(tl.where(c0 + BLOCK_KV > nk, stop, full), stop)
+    return first, full, tl.maximum(full, full_stop), stop
+
+
+@triton.jit
+def key_blocks(
+    r0, nq, nk, span_ptr,
+    BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr,
+):  # fmt: skip
+    """The blocks of keys that the rows r0, ... meet: (first, full, full_stop, stop), as row_blocks.
+
+    span_ptr: the rows' span (segments.py); rows and keys are the same tokens there.
+    """
+    first, full, full_stop = 0, 0, nk // BLOCK_KV
+    stop = tl.cdiv(nk, BLOCK_KV)
+    if CAUSAL:  # row r sees the keys up to r + nk - nq
+        seen_by_first = tl.maximum(r0 + 1 + (nk - nq), 0)
+        seen_by_last = tl.maximum(tl.minimum(r0 + BLOCK_Q, nq) + (nk - nq), 0)
+        full_stop = tl.minimum(full_stop, seen_by_first // BLOCK_KV)
+        stop = tl.minimum(stop, tl.cdiv(seen_by_last, BLOCK_KV))
+    if SEGMENTS:
+        first_key, stop_key = tl.load(span_ptr), tl.load(span_ptr + 1)
+        one_segment = tl.load(span_ptr + 2) == 1
+        first = first_key // BLOCK_KV
+        stop = tl.minimum(stop, tl.cdiv(stop_key, BLOCK_KV))
+        full = tl.where(one_segment, tl.cdiv(first_key, BLOCK_KV), stop)
+        full_stop = tl.minimum(full_stop, stop_key // BLOCK_KV)
+        full = tl.minimum(full, stop)
     return first, full, tl.maximum(full, full_stop), stop
 
 

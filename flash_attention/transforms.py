@@ -10,13 +10,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-NO_FORWARD_MODE = "flash_attention_v1 has no forward-mode derivative; use naive_attention for it"
+NO_FORWARD_MODE = "{} has no forward-mode derivative; use naive_attention for it"
 
 
-def composable(op: Callable, setup_context: Callable, backward: Callable) -> Callable:
+def composable(name: str, op: Callable, setup_context: Callable, backward: Callable) -> Callable:
     """``op``, as an autograd.Function where torch.func is at work.
 
-    setup_context and backward are those that ``op.register_autograd`` was given.
+    setup_context and backward are those that ``op.register_autograd`` was given; name is the
+    function that users call.
     """
 
     class Composable(torch.autograd.Function):
@@ -28,23 +29,23 @@ def composable(op: Callable, setup_context: Callable, backward: Callable) -> Cal
 
         @staticmethod
         def jvp(ctx, *tangents):
-            raise RuntimeError(NO_FORWARD_MODE)
+            raise RuntimeError(NO_FORWARD_MODE.format(name))
 
     Composable.setup_context = staticmethod(setup_context)
     Composable.backward = staticmethod(backward)
 
     def call(*args):
         if torch._C._are_functorch_transforms_active():
-            return _eagerly(Composable, args)
+            return _eagerly(name, Composable, args)
         return op(*args)
 
     return call
 
 
-def _eagerly(function: type[torch.autograd.Function], args: tuple) -> tuple[Tensor, ...]:
+def _eagerly(name: str, function: type[torch.autograd.Function], args: tuple) -> tuple[Tensor, ...]:
     """torch.compile would trace torch.func down to the op and not see the Function."""
     if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg="flash_attention_v1 under torch.func runs in eager mode only")
+        torch._dynamo.graph_break(msg=f"{name} under torch.func runs in eager mode only")
     # disable() here and not on import: it brings in the compiler, which takes seconds.
     return torch.compiler.disable(function.apply)(*args)
 

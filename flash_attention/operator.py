@@ -1,0 +1,230 @@
+"""A FlashAttention version as a PyTorch operator: custom op, fake implementation, autograd.
+
+What autograd keeps is q, k, v, o and the statistics m and l: O(N). S and P are computed again.
+Inside the op m is in base 2, the row maximum times log2 e: exp2 is what the hardware has.
+"""
+
+import math
+from collections.abc import Callable
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.library import custom_op
+
+from flash_attention import checks, dropout, launch, tiling, transforms
+
+
+def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_backward: Callable):
+    """The attention function of ``version``, with its ops flash_attention::{version}_forward and
+    flash_attention::{version}_backward.
+
+    tiled: the version's forward and backward in PyTorch. triton_forward(q, k, v, *, ...) and
+    triton_backward(do, q, k, v, o, m, l, *, ...): its kernels; both take causal, scale, dropout_p,
+    seed and segment_ids, and the knobs deterministic, splits, block_q and block_kv.
+    """
+    name = f"flash_attention_{version}"
+
+    @custom_op(f"flash_attention::{version}_forward", mutates_args=())
+    def forward(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        segment_ids: Tensor | None,
+        seed: Tensor | None,
+        causal: bool,
+        scale: float,
+        dropout_p: float,
+        deterministic: bool,
+        splits: int | None,
+        block_q: int | None,
+        block_kv: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.numel() == 0 or k.numel() == 0:  # nothing to launch: every row sees no key
+            o = launch.seq_major(q, q.dtype, fill=0.0)
+            return o, _statistics(q).fill_(float("-inf")), _statistics(q).zero_()
+        options = dict(
+            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
+        )
+        if launch.use_triton(q):
+            knobs = dict(
+                deterministic=deterministic, splits=splits, block_q=block_q, block_kv=block_kv
+            )
+            o, m, l = triton_forward(*_interpretable(q, k, v), **options, **knobs)
+        else:
+            blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
+            with torch.autocast(q.device.type, enabled=False):  # it reaches into a custom op
+                o, m, l = tiled.forward(
+                    q, k, v, block_q=blocks.block_q, block_kv=blocks.block_kv, **options
+                )
+        return launch.rounded(o, q), m, l
+
+    @custom_op(f"flash_attention::{version}_backward", mutates_args=())
+    def backward(
+        do: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        o: Tensor,
+        m: Tensor,
+        l: Tensor,
+        segment_ids: Tensor | None,
+        seed: Tensor | None,
+        causal: bool,
+        scale: float,
+        dropout_p: float,
+        deterministic: bool,
+        splits: int | None,
+        block_q: int | None,
+        block_kv: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if q.numel() == 0 or k.numel() == 0:
+            return tuple(launch.seq_major(t, t.dtype, fill=0.0) for t in (q, k, v))
+        options = dict(
+            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
+        )
+        if launch.use_triton(q):
+            knobs = dict(
+                deterministic=deterministic, splits=splits, block_q=block_q, block_kv=block_kv
+            )
+            tensors = (*_interpretable(do, q, k, v, o), m, l)
+            grads = triton_backward(*tensors, **options, **knobs)
+        else:
+            blocks = tiling.pytorch_blocks(q.shape[0] * q.shape[1]).override(block_q, block_kv)
+            with torch.autocast(q.device.type, enabled=False):
+                grads = tiled.backward(
+                    do, q, k, v, o, m, l,
+                    block_q=blocks.block_q, block_kv=blocks.block_kv, **options,
+                )  # fmt: skip
+        return tuple(launch.rounded(grad, t) for grad, t in zip(grads, (q, k, v), strict=True))
+
+    @forward.register_fake
+    def _(q, k, v, *args):
+        return launch.seq_major(q, q.dtype), _statistics(q), _statistics(q)
+
+    @backward.register_fake
+    def _(do, q, k, v, *args):
+        return tuple(launch.seq_major(t, t.dtype) for t in (q, k, v))
+
+    def save(ctx, inputs, output):
+        q, k, v, segment_ids, seed, *ctx.options = inputs
+        o, m, l = output
+        ctx.save_for_backward(q, k, v, o, m, l, segment_ids, seed)
+        ctx.mark_non_differentiable(m, l)
+
+    def differentiate(ctx, do, dm, dl):
+        q, k, v, o, m, l, segment_ids, seed = ctx.saved_tensors
+        grads = gradients(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
+        return *grads, *(None,) * (2 + len(ctx.options))
+
+    def refuse_double_backward(ctx, *grads):
+        raise RuntimeError(
+            f"{name} has no double backward; use naive_attention for second derivatives"
+        )
+
+    forward.register_autograd(differentiate, setup_context=save)
+    backward.register_autograd(refuse_double_backward)
+    forward.register_vmap(transforms.fold_into_batch(forward, seed_at=4))
+    backward.register_vmap(transforms.fold_into_batch(backward, seed_at=8))
+    attend = transforms.composable(name, forward, save, differentiate)
+    gradients = transforms.composable(name, backward, lambda *_: None, refuse_double_backward)
+
+    def attention(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        dropout_p: float,
+        segment_ids: Tensor | None,
+        deterministic: bool,
+        return_stats: bool,
+        splits: int | None = None,
+        block_q: int | None,
+        block_kv: int | None,
+    ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+        q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
+        check_blocks(block_q, block_kv)
+        if segment_ids is not None:
+            segment_ids = segment_ids.contiguous()  # the kernels index it as [B, N]
+        if scale < 0.0:  # the op's scale is not: a row's maximum may be taken before scaling
+            q, scale = -q, -scale
+        if not torch.compiler.is_compiling():
+            _refuse_forward_mode(name, q, k, v)
+        seed = dropout.draw_seed(q.device) if dropout_p > 0.0 else None
+        knobs = (deterministic, splits, block_q, block_kv)
+        o, m, l = attend(q, k, v, segment_ids, seed, causal, scale, dropout_p, *knobs)
+        if not return_stats:
+            return o
+        m = m * math.log(2.0)  # the op's scores are in base 2
+        # A compiled graph hands back zero gradients for every output, which could not be told from
+        # real ones: there the statistics just leave the graph.
+        if o.requires_grad and not torch.compiler.is_compiling():
+            m, l = _NoGradient.apply(m, o, name), _NoGradient.apply(l, o, name)
+        return o, m, l
+
+    return attention
+
+
+def check_blocks(block_q: int | None, block_kv: int | None) -> None:
+    for name, block in (("block_q", block_q), ("block_kv", block_kv)):
+        if block is not None and block not in tiling.BLOCK_SIZES:
+            raise ValueError(f"{name} must be 16, 32, 64, 128 or 256; got {block!r}")
+
+
+def fitting(
+    kernel: str,
+    run: Callable,
+    blocks: tiling.Blocks,
+    q: Tensor,
+    block_q: int | None,
+    block_kv: int | None,
+):
+    """The kernel with the table's blocks, or the user's, or smaller ones where those do not fit."""
+    return launch.fitting(
+        run,
+        blocks.override(block_q, block_kv),
+        block_q is not None or block_kv is not None,
+        q.device,
+        kernel,
+        q.dtype,
+        q.shape[3],
+    )
+
+
+class _NoGradient(torch.autograd.Function):
+    """A statistic tied to o, so that a gradient into it is an error and not a silent zero."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(statistic, o, name):
+        return statistic.view_as(statistic)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.name = inputs[2]
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError(f"{ctx.name} has no gradient for the statistics m and l: detach them")
+
+
+def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:
+    """A custom op without a rule for forward-mode derivatives would give tangents of zero."""
+    if any(forward_ad.unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(transforms.NO_FORWARD_MODE.format(name))
+
+
+def _statistics(q: Tensor) -> Tensor:
+    """An uninitialised m or l, ``[B, H, Nq]``."""
+    return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _interpretable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Triton's interpreter gets bfloat16 products wrong (Triton 3.6, 3.7): it is given float32."""
+    if launch.interpreting() and not tensors[0].is_cuda:
+        return tuple(t.float() if t.dtype == torch.bfloat16 else t for t in tensors)
+    return tensors

@@ -1,0 +1,1 @@
+"""FlashAttention V2: forward.py and backward.py (Triton), tiled.py (PyTorch), op.py (the op)."""
