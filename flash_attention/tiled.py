@@ -83,6 +83,15 @@ def rows_seeing(
     return max(first, masks.first_visible_row(c0, nq, nk, causal)), stop
 
 
+def keys_seen(
+    r0: int, r1: int, nq: int, nk: int, causal: bool, segment_ids: Tensor | None
+) -> tuple[int, int]:
+    """The first key, and one past the last, that one of the rows r0 to r1 - 1 may see."""
+    # With segments rows and keys are the same tokens, and who may see whom is mutual.
+    first, stop = (0, nk) if segment_ids is None else masks.rows_of_segments(segment_ids, r0, r1)
+    return first, min(stop, max(0, r1 + nk - nq)) if causal else stop
+
+
 def scores(qi: Tensor, kj: Tensor, scale2: float, mask: Tensor | None) -> Tensor:
     """S of one tile in base 2, -inf where the row may not see the key. [B, Hkv, G, Br, Bc]"""
     s = scale2 * (qi @ kj.transpose(-2, -1))

@@ -63,7 +63,7 @@ def pytorch_blocks(batch_heads: int) -> Blocks:
     return Blocks(size, size)
 
 
-# Tuned on an H200 (results/flash_v1_tuning.md says what decided). Keys: the padded head dim, at
+# V1, tuned on an H200 (results/flash_v1_tuning.md says what decided). Keys: the padded head dim, at
 # least 64, and the bytes of an element: 2, or 4 for more.
 FORWARD_BLOCKS = {
     # O passes through HBM once per K/V block: block_kv is as large as registers allow.
@@ -85,17 +85,18 @@ BACKWARD_BLOCKS = {
 
 
 def forward_blocks(head_dim: int, element_size: int) -> Blocks:
-    """Sizes for the forward kernel."""
-    return FORWARD_BLOCKS[_key(head_dim, element_size)]
+    """Sizes for V1's forward kernel."""
+    return tuned(FORWARD_BLOCKS, head_dim, element_size)
 
 
 def backward_blocks(head_dim: int, element_size: int) -> Blocks:
-    """Sizes for the backward kernel, which also holds dO, dK and dV."""
-    return BACKWARD_BLOCKS[_key(head_dim, element_size)]
+    """Sizes for V1's backward kernel, which also holds dO, dK and dV."""
+    return tuned(BACKWARD_BLOCKS, head_dim, element_size)
 
 
-def _key(head_dim: int, element_size: int) -> tuple[int, int]:
-    return max(64, padded_head_dim(head_dim)), 2 if element_size <= 2 else 4
+def tuned(table: dict[tuple[int, int], Blocks], head_dim: int, element_size: int) -> Blocks:
+    """A table's entry for this head dim and these bytes of an element."""
+    return table[max(64, padded_head_dim(head_dim)), 2 if element_size <= 2 else 4]
 
 
 def num_splits(programs: int, blocks: int, processors: int) -> int:

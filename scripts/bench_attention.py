@@ -31,7 +31,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from flash_attention import flash_attention_v1, naive_attention
+from flash_attention import flash_attention_v1, flash_attention_v2, naive_attention
 from scripts.attention_peers import peers
 from training.devices import versions
 from training.run_folder import replacing
@@ -128,6 +128,7 @@ def available(args: argparse.Namespace) -> dict[str, Callable]:
     for splits in args.q_splits:
         name = "flash_v1" if splits == "auto" else f"flash_v1_q{splits}"
         found[name] = partial(_call, partial(flash_attention_v1, q_splits=splits))
+    found["flash_v2"] = partial(_call, flash_attention_v2)
     found |= peers(torch.device(args.device))
     for name in args.backends or ():
         if name not in found:

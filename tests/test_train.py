@@ -685,7 +685,7 @@ def test_an_unknown_choice_is_one_line_and_leaves_nothing(tmp_path):
     done = program("attention=nope", "hydra.run.dir=here", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr == (
-        "error: attention=nope is no choice; give one of flash_v1, naive, sdpa\n"
+        "error: attention=nope is no choice; give one of flash_v1, flash_v2, naive, sdpa\n"
     )
     assert not list(tmp_path.iterdir())
 

@@ -28,7 +28,7 @@ KERNELS = {
     "delta": delta._delta_kernel,
     "spans": segments._spans_kernel,
 }
-FLOAT32 = {"o_ptr", "m_ptr", "l_ptr", "delta_ptr", "dq_ptr"}
+FLOAT32 = {"m_ptr", "l_ptr", "inv_ptr", "delta_ptr", "dq_ptr"}
 INTEGERS = {"segment_ptr": "*i64", "span_ptr": "*i32", "seed_ptr": "*i64"}
 
 
@@ -49,8 +49,8 @@ def compile_kernel(name, head_dim, size, variant):
             kind, aligned = "constexpr", False
             constants[argument] = values.get(argument, 1)
         elif argument.endswith("_ptr"):
-            own = "*fp32" if argument in FLOAT32 and name != "delta" else element
-            kind = INTEGERS.get(argument, "*fp32" if argument == "delta_ptr" else own)
+            float32 = argument in FLOAT32 or (argument == "o_ptr" and name == "forward")
+            kind = INTEGERS.get(argument, "*fp32" if float32 else element)
         elif argument in ("scale", "keep_scale"):
             kind, aligned = "fp32", False
         else:

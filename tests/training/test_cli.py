@@ -31,7 +31,10 @@ def error_of(*overrides: str) -> Exception:
         ("model.layers=2", "there is no key model.layers; did you mean model.n_layer?"),
         ("attentoin=naive", "there is no key attentoin; did you mean attention?"),
         ("qqqq=1", "there is no key qqqq; `python train.py --help` lists the keys"),
-        ("attention=nope", "attention=nope is no choice; give one of flash_v1, naive, sdpa"),
+        (
+            "attention=nope",
+            "attention=nope is no choice; give one of flash_v1, flash_v2, naive, sdpa",
+        ),
         ("data=nope", "data=nope is no choice; give one of hub, pysource, recall, text_files"),
         (
             "optim.betas=0.9,0.95",
@@ -74,10 +77,13 @@ def test_an_override_without_a_value_is_explained():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["attention=null"], "attention=null is no choice; give one of flash_v1, naive, sdpa"),
+        (
+            ["attention=null"],
+            "attention=null is no choice; give one of flash_v1, flash_v2, naive, sdpa",
+        ),
         (["data=5"], "data=5 is no choice; give one of hub, pysource, recall, text_files"),
         (["tokenizer=true"], "tokenizer=true is no choice; give one of bpe, byte, pretrained"),
-        (["attention="], "attention= is no choice; give one of flash_v1, naive, sdpa"),
+        (["attention="], "attention= is no choice; give one of flash_v1, flash_v2, naive, sdpa"),
         (["attention=[naive,sdpa]"], "attention=[naive,sdpa] is no choice; give one of flash_v1"),
         (["attention={a: 1}"], "attention={a: 1} is no choice; give one of flash_v1"),
         (["-m", "attention=naive,null"], "attention=null is no choice; give one of flash_v1"),

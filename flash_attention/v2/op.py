@@ -1,0 +1,103 @@
+"""FlashAttention V2 for users: the function, its module, and how its kernels are launched."""
+
+from torch import Tensor
+
+from flash_attention import launch, operator, tiling
+from flash_attention.base import Attention
+from flash_attention.v2 import tables, tiled
+
+if launch.triton is not None:
+    from flash_attention.v2 import backward as triton_backward
+    from flash_attention.v2 import forward as triton_forward
+
+
+def flash_attention_v2(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+    segment_ids: Tensor | None = None,
+    deterministic: bool = False,
+    return_stats: bool = False,
+    block_q: int | None = None,
+    block_kv: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Exact attention with O(N) memory in FlashAttention-2's order (arXiv:2307.08691, Algorithms 1
+    and 2): Q blocks outside, so that O never passes through memory.
+
+    Arguments, results, errors and where it runs are those of
+    :func:`flash_attention.flash_attention_v1`, but for q_splits, which this order has no need of:
+    every Q block is a program.
+
+    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward, and dq
+    in float32 unless ``deterministic``.
+    """
+    return _attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        scale=scale,
+        dropout_p=dropout_p,
+        segment_ids=segment_ids,
+        deterministic=deterministic,
+        return_stats=return_stats,
+        block_q=block_q,
+        block_kv=block_kv,
+    )
+
+
+class FlashAttentionV2(Attention):
+    """FlashAttention V2 as a module. Memory grows with N."""
+
+    name = "flash_v2"
+
+    def __init__(
+        self,
+        deterministic: bool = False,
+        block_q: int | None = None,
+        block_kv: int | None = None,
+    ):
+        super().__init__()
+        operator.check_blocks(block_q, block_kv)
+        self.knobs = dict(deterministic=deterministic, block_q=block_q, block_kv=block_kv)
+
+    def forward(self, q, k, v, *, causal=True, dropout_p=0.0, segment_ids=None):
+        return flash_attention_v2(
+            q, k, v, causal=causal, dropout_p=dropout_p, segment_ids=segment_ids, **self.knobs
+        )
+
+
+def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
+    return operator.fitting(
+        "v2 forward",
+        lambda blocks: triton_forward.forward(q, k, v, blocks=blocks, **options),
+        tiling.tuned(tables.FORWARD, q.shape[3], q.element_size()),
+        q,
+        block_q,
+        block_kv,
+    )
+
+
+def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
+    def fit_pass(run):
+        blocks = tiling.tuned(tables.DQ_PASS, q.shape[3], q.element_size())
+        return operator.fitting("v2 dq pass", run, blocks, q, block_q, block_kv)
+
+    return operator.fitting(
+        "v2 backward",
+        lambda blocks: triton_backward.backward(
+            do, q, k, v, o, m, l,
+            deterministic=deterministic, blocks=blocks, fit_pass=fit_pass, **options,
+        ),
+        tiling.tuned(tables.BACKWARD, q.shape[3], q.element_size()),
+        q,
+        block_q,
+        block_kv,
+    )  # fmt: skip
+
+
+_attention = operator.build("v2", tiled, _forward, _backward)

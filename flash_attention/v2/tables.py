@@ -1,0 +1,32 @@
+"""The launch configurations of V2's kernels.
+
+Keys as in ``tiling.py``: the padded head dim, at least 64, and the bytes of an element: 2, or 4 for
+more.
+"""
+
+from flash_attention.tiling import Blocks
+
+FORWARD = {
+    (64, 2): Blocks(128, 128, num_warps=8, num_stages=2),
+    (128, 2): Blocks(128, 128, num_warps=8, num_stages=2),
+    (256, 2): Blocks(128, 64, num_warps=8, num_stages=2),
+    (64, 4): Blocks(64, 64, num_warps=8, num_stages=1),
+    (128, 4): Blocks(32, 64, num_warps=8, num_stages=1),
+    (256, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+}
+BACKWARD = {
+    (64, 2): Blocks(64, 128, num_warps=8, num_stages=2),
+    (128, 2): Blocks(64, 128, num_warps=8, num_stages=2),
+    (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
+    (64, 4): Blocks(32, 32, num_warps=4, num_stages=1, dq="atomic"),
+    (128, 4): Blocks(32, 32, num_warps=4, num_stages=1, dq="atomic"),
+    (256, 4): Blocks(16, 32, num_warps=4, num_stages=1, dq="atomic"),
+}
+DQ_PASS = {
+    (64, 2): Blocks(128, 64, num_warps=8, num_stages=2),
+    (128, 2): Blocks(128, 64, num_warps=8, num_stages=2),
+    (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
+    (64, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+    (128, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+    (256, 4): Blocks(32, 16, num_warps=4, num_stages=1),
+}
