@@ -18,7 +18,7 @@ def test_it_writes_a_row_for_every_backend_and_shape(tmp_path, capsys):
     found = {(r["backend"], r["seq_len"], r["causal"], r["status"]) for r in rows}
     assert found == {
         (backend, n, causal, "ok")
-        for backend in ("naive", "flash_v1", "sdpa")
+        for backend in ("naive", "flash_v1", "flash_v2", "sdpa")
         for n in ("32", "64")
         for causal in ("True", "False")
     }
