@@ -1,0 +1,161 @@
+"""For Hugging Face transformers: import this module, then load a model with
+``attn_implementation="fa_v2"`` (or ``"fa_v1"``).
+
+The names lack "flash" because transformers looks for a package of its own behind every name that
+has it. Grouped-query heads go to the kernel as they are.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from flash_attention.v1.op import flash_attention_v1
+from flash_attention.v2.op import flash_attention_v2
+
+try:
+    import transformers
+    from transformers import AttentionInterface, AttentionMaskInterface
+except ImportError as error:
+    raise ImportError(
+        "flash_attention.transformers needs transformers 5.4 or later; it cannot be imported"
+    ) from error
+
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4):
+    raise ImportError(
+        f"flash_attention.transformers needs transformers 5.4 or later; got "
+        f"{transformers.__version__}"
+    )
+
+# Arguments with which a model asks for another attention than softmax(scale QK^T)V.
+REFUSED = (
+    "softcap",
+    "s_aux",
+    "sinks",
+    "position_bias",
+    "head_mask",
+    "indices",
+    "block_indices",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "output_attentions",
+)
+
+
+def mask(
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **_: object,
+) -> Tensor | None:
+    """A model's mask, as ``AttentionMaskInterface`` asks for it, for :func:`attend`.
+
+    attention_mask: bool ``[B, Nk]``, False at padding.
+
+    Returns None where nothing is padding, else bool ``[B, Nk]``.
+
+    Raises:
+        ValueError: a mask that is neither causal nor of padding alone.
+    """
+    # transformers says so where a mask may be left to attention's own causal flag.
+    if not (allow_is_causal_skip or allow_is_bidirectional_skip):
+        raise ValueError(
+            "fa_v1 and fa_v2 take causal masks and padding; got another mask (packed position_ids, "
+            "a prefix, blocks or a compiled cache)"
+        )
+    _check_window(local_size, kv_length)
+    if allow_is_causal_skip and q_offset + q_length != kv_length:
+        raise ValueError(
+            "fa_v1 and fa_v2 take caches that hold the tokens so far and no more; got "
+            f"{kv_length} keys for {q_offset + q_length} tokens (a static cache?)"
+        )
+    if attention_mask is None:
+        return None
+    if attention_mask.shape[1] != kv_length:
+        raise ValueError(
+            f"attention_mask must cover all {kv_length} keys; got {attention_mask.shape[1]}"
+        )
+    return None if attention_mask.all() else attention_mask
+
+
+def attend(
+    function: Callable,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """``function`` (flash_attention_v1 or v2) as ``AttentionInterface`` calls it.
+
+    query ``[B, H, Nq, D]``; key, value ``[B, Hkv, Nk, D]``; attention_mask: what :func:`mask` made.
+    Dropout is applied in training only. What padding tokens are given means nothing, as in eager.
+
+    Returns o ``[B, Nq, H, D]`` and None for the weights, which are never formed.
+
+    Raises:
+        ValueError: another mask, or an argument of ``REFUSED``.
+    """
+    for name in REFUSED:
+        if kwargs.get(name) is not None and kwargs[name] is not False:
+            raise ValueError(f"fa_v1 and fa_v2 do not take {name}; eager attention does")
+    _check_window(sliding_window, key.shape[2])
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    options = dict(causal=causal, scale=scaling, dropout_p=dropout if module.training else 0.0)
+    if attention_mask is None:
+        o = function(query, key, value, **options)
+    elif attention_mask.dim() != 2:
+        raise ValueError(
+            "attention_mask must be [B, N], 1 at tokens and 0 at padding, for fa_v1 and fa_v2; got "
+            f"shape {tuple(attention_mask.shape)}"
+        )
+    elif causal and query.shape[2] == key.shape[2]:  # tokens and padding as two segments
+        o = function(query, key, value, segment_ids=attention_mask.int(), **options)
+    else:
+        o = _one_by_one(function, query, key, value, attention_mask, **options)
+    return o.transpose(1, 2).contiguous(), None
+
+
+def _one_by_one(
+    function: Callable, q: Tensor, k: Tensor, v: Tensor, kept: Tensor, *, causal: bool, **options
+) -> Tensor:
+    """Each batch entry without its padding keys: where queries and keys are not the same tokens, as
+    with a cache or across, or may see both ways."""
+    if causal and not kept[:, -q.shape[2] :].all():
+        raise ValueError("attention_mask must be 1 at new tokens where there is a cache; got 0")
+    return torch.cat(
+        [
+            function(q[b, None], k[b, None, :, keys], v[b, None, :, keys], causal=causal, **options)
+            for b, keys in enumerate(kept)
+        ]
+    )
+
+
+def _check_window(window: int | None, nk: int) -> None:
+    if window is not None and nk >= window:
+        raise ValueError(
+            f"fa_v1 and fa_v2 have no sliding window or chunks: its size must be above the {nk} "
+            f"keys; got {window}"
+        )
+
+
+def _interface(function: Callable) -> Callable:
+    def attention(module, query, key, value, attention_mask, **kwargs):
+        return attend(function, module, query, key, value, attention_mask, **kwargs)
+
+    return attention
+
+
+for _name, _function in (("fa_v1", flash_attention_v1), ("fa_v2", flash_attention_v2)):
+    AttentionInterface.register(_name, _interface(_function))
+    AttentionMaskInterface.register(_name, mask)
