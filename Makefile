@@ -9,7 +9,7 @@ train: $(READY)
 	@$(BIN)/python train.py $(ARGS)
 
 test: lint
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -33,9 +33,6 @@ TOO_LONG = 2**19
 # memory on the way, need no sweep: training/test_sweep.py and test_train.py.
 DIE = "+callbacks.die={_target_: tests.dying.Die, seq_len: ${seq_len}, ways: {31: segv}}"
 
-# The fixture `sweep` is made once: its tests run on one worker.
-pytestmark = pytest.mark.xdist_group("multirun")
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> list[str]:
