@@ -169,11 +169,11 @@ def test_backends_train_alike_over_twenty_steps(run, tmp_path):
         "trainer.val_every_n_steps=20",
         "callbacks.checkpoint.every_n_steps=20",
     ]
-    for name in ("naive", "sdpa", "flash_v1"):
+    for name in ("naive", "sdpa", "flash_v1", "flash_v2"):
         run(f"attention={name}", *steps, run=name)
         column_text = column(tmp_path / name, "train/loss")
         losses[name] = torch.tensor([float(loss) for loss in column_text.values()])
-    for name in ("sdpa", "flash_v1"):
+    for name in ("sdpa", "flash_v1", "flash_v2"):
         torch.testing.assert_close(losses[name], losses["naive"], rtol=1e-4, atol=0)
 
 

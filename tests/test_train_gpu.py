@@ -32,6 +32,7 @@ def train(folder: Path, *overrides: str) -> dict:
     return json.loads((folder / "run" / "summary.json").read_text())
 
 
+@pytest.mark.parametrize("attention", ["flash_v1", "flash_v2"])
 @pytest.mark.parametrize(
     "changes",
     [
@@ -47,8 +48,8 @@ def train(folder: Path, *overrides: str) -> dict:
         ],
     ],
 )
-def test_flash_v1_trains_in_bf16_and_reports_gpu_memory(tmp_path, changes):
-    summary = train(tmp_path, "attention=flash_v1", *changes)
+def test_flash_trains_in_bf16_and_reports_gpu_memory(tmp_path, attention, changes):
+    summary = train(tmp_path, f"attention={attention}", *changes)
     assert (summary["status"], summary["device"]) == ("ok", "cuda")
     assert summary["precision"] == "bf16-mixed"
     assert summary["train_loss_last"] < summary["train_loss_first"] - 0.5
@@ -58,10 +59,10 @@ def test_flash_v1_trains_in_bf16_and_reports_gpu_memory(tmp_path, changes):
 
 def test_backends_train_alike_in_float32(tmp_path):
     losses = {}
-    for name in ("naive", "sdpa", "flash_v1"):
+    for name in ("naive", "sdpa", "flash_v1", "flash_v2"):
         folder = tmp_path / name
         losses[name] = train(folder, f"attention={name}", "precision=32-true")["train_loss_last"]
-    for name in ("sdpa", "flash_v1"):
+    for name in ("sdpa", "flash_v1", "flash_v2"):
         assert losses[name] == pytest.approx(losses["naive"], rel=1e-3)
 
 

@@ -1,7 +1,15 @@
-"""The three executions of FlashAttention V1, each a value of the fixture ``device``."""
+"""The versions of FlashAttention, each a value of the fixture ``flash``, and their three
+executions, each a value of the fixture ``device``."""
 
 import pytest
 import torch
+
+from tests.flash_attention.versions import V1, V2, Version
+
+
+@pytest.fixture(params=[pytest.param(V1, id="v1"), pytest.param(V2, id="v2")])
+def flash(request) -> Version:
+    return request.param
 
 
 @pytest.fixture(
@@ -23,3 +31,18 @@ def device(request, monkeypatch) -> torch.device:
 def interpreted(request) -> bool:
     """True where a test should keep its sizes small: the interpreter is slow."""
     return "interpreter" in request.node.name
+
+
+def pytest_collection_modifyitems(config, items) -> None:
+    """Through the interpreter, which is slow, V2 takes the tests that are marked for it: those of
+    what its kernels do in their own way."""
+    left_out = [item for item in items if _unmarked(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _unmarked(item: pytest.Item) -> bool:
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    interpreted = params.get("device") == "interpreter" and params.get("flash") is V2
+    return interpreted and item.get_closest_marker("v2_interpreted") is None

@@ -8,12 +8,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from flash_attention import flash_attention_v1, naive_attention, sdpa_attention
+from flash_attention import (
+    flash_attention_v1,
+    flash_attention_v2,
+    naive_attention,
+    sdpa_attention,
+)
 from tests.flash_attention.parity import make_inputs, results
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 HALF = [torch.float16, torch.bfloat16]
-BACKENDS = [naive_attention, sdpa_attention, flash_attention_v1]
+BACKENDS = [naive_attention, sdpa_attention, flash_attention_v1, flash_attention_v2]
 
 
 @pytest.fixture(params=DEVICES)
@@ -26,17 +31,15 @@ def inputs(request):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_mixed_inputs_are_cast_and_gradients_come_in_their_own_dtypes(inputs, dtype):
+def test_mixed_inputs_are_cast_and_gradients_come_in_their_own_dtypes(flash, inputs, dtype):
     *qkv, do = inputs
 
     def autocast(q, k, v):
         with torch.autocast(q.device.type, dtype=dtype):
-            return flash_attention_v1(q, k, v, causal=True, deterministic=True)
+            return flash(q, k, v, causal=True, deterministic=True)
 
     def by_hand(q, k, v):
-        return flash_attention_v1(
-            *(t.to(dtype) for t in (q, k, v)), causal=True, deterministic=True
-        )
+        return flash(*(t.to(dtype) for t in (q, k, v)), causal=True, deterministic=True)
 
     got = results(autocast, *qkv, do.to(dtype))
     want = results(by_hand, *qkv, do.to(dtype))
@@ -46,9 +49,9 @@ def test_mixed_inputs_are_cast_and_gradients_come_in_their_own_dtypes(inputs, dt
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("where", DEVICES)
-def test_backward_called_under_autocast_is_no_less_exact(where, dtype):
+def test_backward_called_under_autocast_is_no_less_exact(flash, where, dtype):
     q, k, v, do = make_inputs(1, 2, 2, 70, 70, 16, dtype, torch.device(where))
-    o = flash_attention_v1(q, k, v, causal=True, deterministic=True)
+    o = flash(q, k, v, causal=True, deterministic=True)
     want = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
     with torch.autocast(where, dtype=torch.bfloat16):
         got = torch.autograd.grad(o, (q, k, v), do)
@@ -83,7 +86,7 @@ def test_what_pytorch_does_not_cast_is_not_cast(attention, dtypes, error, messag
             attention(*qkv)
 
 
-def test_autocast_switched_off_inside_leaves_the_dtype():
+def test_autocast_switched_off_inside_leaves_the_dtype(flash):
     q, k, v, _ = make_inputs(1, 2, 2, 20, 20, 16, torch.float32, torch.device("cpu"))
     with torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", enabled=False):
-        assert flash_attention_v1(q, k, v).dtype == torch.float32
+        assert flash(q, k, v).dtype == torch.float32

@@ -6,11 +6,12 @@ import torch
 from flash_attention import (
     FlashAttentionV1,
     flash_attention_v1,
+    flash_attention_v2,
     naive_attention,
     sdpa_attention,
 )
 
-BACKENDS = [naive_attention, sdpa_attention, flash_attention_v1]
+BACKENDS = [naive_attention, sdpa_attention, flash_attention_v1, flash_attention_v2]
 
 
 def tensors(**changes):
@@ -66,14 +67,20 @@ def test_a_wrong_type_is_named(attention, arguments, message):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"q_splits": 0}, "q_splits must be"),
-        ({"q_splits": "many"}, "q_splits must be"),
         ({"block_q": 100}, "block_q must be 16, 32, 64, 128 or 256; got 100"),
         ({"block_kv": 512}, "block_kv must be"),
     ],
 )
-def test_a_bad_knob_is_named(knobs, message):
+def test_a_bad_block_size_is_named(flash, knobs, message):
     with pytest.raises(ValueError, match=message):
-        flash_attention_v1(**tensors(), **knobs)
+        flash(**tensors(), **knobs)
     with pytest.raises(ValueError, match=message):
-        FlashAttentionV1(**knobs)
+        flash.module(**knobs)
+
+
+@pytest.mark.parametrize("q_splits", [0, "many"])
+def test_a_bad_split_is_named(q_splits):
+    with pytest.raises(ValueError, match="q_splits must be"):
+        flash_attention_v1(**tensors(), q_splits=q_splits)
+    with pytest.raises(ValueError, match="q_splits must be"):
+        FlashAttentionV1(q_splits=q_splits)

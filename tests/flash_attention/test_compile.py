@@ -1,4 +1,4 @@
-"""torch.compile over flash_attention_v1: one graph, the eager result, few compilations.
+"""torch.compile over each version of FlashAttention: one graph, the eager result, few compilations.
 
 On the CPU the graph runs as traced (aot_eager); on a GPU Inductor compiles what surrounds the op.
 """
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flash_attention import flash_attention_v1, naive_attention
+from flash_attention import naive_attention
 from tests.flash_attention.parity import make_inputs, results
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -32,15 +32,13 @@ def compiled(function, where: str, **options):
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("segmented", [False, True])
-def test_one_graph_gives_the_eager_result(where, segmented):
+def test_one_graph_gives_the_eager_result(flash, where, segmented):
     device = torch.device(where)
     inputs = make_inputs(1, 4, 2, 70, 70, 16, torch.float32, device)
     segment_ids = (torch.arange(70, device=device) // 20)[None] if segmented else None
 
     def attention(q, k, v):
-        o = flash_attention_v1(
-            q * 2.0, k, v, causal=True, deterministic=True, segment_ids=segment_ids
-        )
+        o = flash(q * 2.0, k, v, causal=True, deterministic=True, segment_ids=segment_ids)
         return o + 1.0
 
     want = results(attention, *inputs)
@@ -50,23 +48,23 @@ def test_one_graph_gives_the_eager_result(where, segmented):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_the_statistics_are_those_of_the_eager_call(where):
+def test_the_statistics_are_those_of_the_eager_call(flash, where):
     q, k, v, _ = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))
 
     def attention(q, k, v):
-        return flash_attention_v1(q, k, v, causal=True, return_stats=True)
+        return flash(q, k, v, causal=True, return_stats=True)
 
     for got, want in zip(compiled(attention, where)(q, k, v), attention(q, k, v), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_autocast_holds_inside_the_graph(where):
+def test_autocast_holds_inside_the_graph(flash, where):
     q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))
 
     def attention(q, k, v):
         with torch.autocast(where, dtype=torch.bfloat16):
-            return flash_attention_v1(q, k, v, causal=True, deterministic=True)
+            return flash(q, k, v, causal=True, deterministic=True)
 
     want = results(attention, q, k, v, do.bfloat16())
     got = results(compiled(attention, where), q, k, v, do.bfloat16())
@@ -88,9 +86,9 @@ def dropped_entries(attention, where: str) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_a_compiled_call_draws_a_new_mask_each_time_and_backward_replays_it(where):
+def test_a_compiled_call_draws_a_new_mask_each_time_and_backward_replays_it(flash, where):
     def attention(q, k, v):
-        return flash_attention_v1(q, k, v, dropout_p=0.3)
+        return flash(q, k, v, dropout_p=0.3)
 
     call = compiled(attention, where)
     masks = []
@@ -106,10 +104,10 @@ def test_a_compiled_call_draws_a_new_mask_each_time_and_backward_replays_it(wher
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_an_activation_checkpoint_inside_the_graph_replays_the_mask(where):
+def test_an_activation_checkpoint_inside_the_graph_replays_the_mask(flash, where):
     def attention(q, k, v):
         def inner(q, k, v):
-            return flash_attention_v1(q, k, v * 1.0, dropout_p=0.3)
+            return flash(q, k, v * 1.0, dropout_p=0.3)
 
         return torch.utils.checkpoint.checkpoint(inner, q, k, v, use_reentrant=False)
 
@@ -119,11 +117,11 @@ def test_an_activation_checkpoint_inside_the_graph_replays_the_mask(where):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_a_second_scale_breaks_no_graph(where):
+def test_a_second_scale_breaks_no_graph(flash, where):
     q, k, v, _ = make_inputs(1, 2, 2, 20, 20, 16, torch.float32, torch.device(where))
 
     def attention(q, k, v, scale):
-        return flash_attention_v1(q, k, v, scale=scale)
+        return flash(q, k, v, scale=scale)
 
     call = compiled(attention, where)
     for scale in (0.1, 0.2, 0.3, -0.4, 0.0):
@@ -133,12 +131,12 @@ def test_a_second_scale_breaks_no_graph(where):
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_eight_lengths_take_at_most_three_compilations(where, dynamic):
+def test_eight_lengths_take_at_most_three_compilations(flash, where, dynamic):
     """The first length, any length, and the length 1, which PyTorch always treats apart."""
     counter = CompileCounterWithBackend(backend(where))
 
     def attention(q, k, v):
-        return flash_attention_v1(q, k, v, causal=True, deterministic=True)
+        return flash(q, k, v, causal=True, deterministic=True)
 
     call = torch.compile(attention, fullgraph=True, backend=counter, dynamic=dynamic)
     for n in LENGTHS:
@@ -150,7 +148,7 @@ def test_eight_lengths_take_at_most_three_compilations(where, dynamic):
 
 
 @pytest.mark.gpu
-def test_the_kernels_are_not_compiled_for_every_length():
+def test_the_kernels_are_not_compiled_for_every_length(flash):
     """A variant for lengths that 16 divides and one for others, each for one split, splits that
     16 divides and others: 6 of a kernel, however many lengths there are."""
     from flash_attention.delta import _delta_kernel
@@ -168,7 +166,7 @@ def test_the_kernels_are_not_compiled_for_every_length():
     for i, n in enumerate(lengths):
         # A head dim that no other test has: no variant is there before.
         inputs = make_inputs(1, 2, 2, n, n, 144, torch.float16, device)
-        results(flash_attention_v1, *inputs, causal=True)
+        results(flash, *inputs, causal=True)
         if i == 0:
             assert all(now > then for now, then in zip(variants(), before, strict=True))
     assert all(now - then <= 6 for now, then in zip(variants(), before, strict=True))

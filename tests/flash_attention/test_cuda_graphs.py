@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attention import flash_attention_v1
 from tests.flash_attention.parity import make_inputs
 
 pytestmark = pytest.mark.gpu
@@ -28,11 +27,11 @@ def capture(step: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, lis
     return graph, outputs
 
 
-def attention_step(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options):
+def attention_step(flash, q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options):
     """A call that returns o, dq, dk, dv."""
 
     def step() -> list[Tensor]:
-        o = flash_attention_v1(q, k, v, **options)
+        o = flash(q, k, v, **options)
         return [o.detach(), *torch.autograd.grad(o, (q, k, v), do)]
 
     return step
@@ -40,28 +39,28 @@ def attention_step(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("segmented", [False, True])
-def test_replays_on_new_inputs_equal_eager_calls(dtype, segmented):
+def test_replays_on_new_inputs_equal_eager_calls(flash, dtype, segmented):
     device = torch.device("cuda")
     static = make_inputs(*SIZES, dtype, device)
     segment_ids = (torch.arange(200, device=device) // 70).expand(2, 200) if segmented else None
     options = dict(causal=True, deterministic=True, segment_ids=segment_ids)
-    graph, outputs = capture(attention_step(*static, **options))
+    graph, outputs = capture(attention_step(flash, *static, **options))
     for seed in (1, 2):
         fresh = make_inputs(*SIZES, dtype, device, seed=seed)
         with torch.no_grad():
             for held, new in zip(static, fresh, strict=True):
                 held.copy_(new)
         graph.replay()
-        want = attention_step(*fresh, **options)()
+        want = attention_step(flash, *fresh, **options)()
         assert all(torch.equal(got, w) for got, w in zip(outputs, want, strict=True))
 
 
-def test_every_replay_draws_a_new_mask_and_its_backward_uses_it():
+def test_every_replay_draws_a_new_mask_and_its_backward_uses_it(flash):
     """q = 0 makes every probability 1/64; v and dO the identity make o = P and dV = P^T."""
     q, k = (torch.zeros(2, 4, 64, 64, device="cuda", requires_grad=True) for _ in range(2))
     eye = torch.eye(64, device="cuda").expand(2, 4, 64, 64).contiguous()
     v = eye.clone().requires_grad_()
-    graph, (o, _, _, dv) = capture(attention_step(q, k, v, eye, dropout_p=0.3))
+    graph, (o, _, _, dv) = capture(attention_step(flash, q, k, v, eye, dropout_p=0.3))
     masks = []
     for _ in range(3):
         graph.replay()
@@ -72,10 +71,10 @@ def test_every_replay_draws_a_new_mask_and_its_backward_uses_it():
     assert not torch.equal(masks[1], masks[2])
 
 
-def test_a_replayed_mask_follows_the_seed():
+def test_a_replayed_mask_follows_the_seed(flash):
     q, k, v, do = make_inputs(*SIZES, torch.float32, torch.device("cuda"))
     options = dict(dropout_p=0.3, deterministic=True)
-    graph, outputs = capture(attention_step(q, k, v, do, **options))
+    graph, outputs = capture(attention_step(flash, q, k, v, do, **options))
     runs = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -85,10 +84,11 @@ def test_a_replayed_mask_follows_the_seed():
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_no_call_waits_for_the_device(dropout_p):
+def test_no_call_waits_for_the_device(flash, dropout_p):
     device = torch.device("cuda")
     segment_ids = torch.zeros(2, 200, dtype=torch.int64, device=device)
     step = attention_step(
+        flash,
         *make_inputs(*SIZES, torch.bfloat16, device),
         causal=True,
         dropout_p=dropout_p,
@@ -103,15 +103,13 @@ def test_no_call_waits_for_the_device(dropout_p):
 
 
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_reduce_overhead_mode_replays_graphs_of_its_own(dropout_p):
+def test_reduce_overhead_mode_replays_graphs_of_its_own(flash, dropout_p):
     """torch.compile captures CUDA graphs itself there; the op must not keep it from that."""
     torch._dynamo.reset()
     q, k, v, do = make_inputs(*SIZES, torch.float32, torch.device("cuda"))
 
     def attention(q, k, v):
-        return flash_attention_v1(
-            q * 2.0, k, v, causal=True, dropout_p=dropout_p, deterministic=True
-        )
+        return flash(q * 2.0, k, v, causal=True, dropout_p=dropout_p, deterministic=True)
 
     call = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
     want = attention(q, k, v)

@@ -5,10 +5,15 @@ import threading
 import pytest
 import torch
 
-from flash_attention import flash_attention_v1, naive_attention, sdpa_attention
+from flash_attention import (
+    flash_attention_v1,
+    flash_attention_v2,
+    naive_attention,
+    sdpa_attention,
+)
 from tests.flash_attention.parity import assert_as_exact_as_naive, make_inputs, results
 
-BACKENDS = [naive_attention, sdpa_attention, flash_attention_v1]
+BACKENDS = [naive_attention, sdpa_attention, flash_attention_v1, flash_attention_v2]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -51,24 +56,24 @@ def test_tensors_on_two_devices_are_refused(attention, name, where, other):
 @pytest.mark.gpu
 @two_gpus
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
-def test_a_device_that_is_not_current_is_used_and_the_current_one_kept(dropout_p):
+def test_a_device_that_is_not_current_is_used_and_the_current_one_kept(flash, dropout_p):
     with torch.cuda.device(0):
         inputs = make_inputs(2, 4, 2, 200, 200, 64, torch.bfloat16, torch.device("cuda:1"))
-        got = results(flash_attention_v1, *inputs, causal=True, dropout_p=dropout_p)
+        got = results(flash, *inputs, causal=True, dropout_p=dropout_p)
         assert torch.cuda.current_device() == 0
         assert {t.device for t in got.values()} == {torch.device("cuda:1")}
         if dropout_p == 0.0:
-            assert_as_exact_as_naive(flash_attention_v1, *inputs, causal=True)
+            assert_as_exact_as_naive(flash, *inputs, causal=True)
 
 
 @pytest.mark.gpu
 @two_gpus
-def test_two_devices_take_turns():
+def test_two_devices_take_turns(flash):
     """The same call here and there: what is remembered for one device is not used on another."""
     outputs = []
     for where in ("cuda:0", "cuda:1", "cuda:0"):
         inputs = make_inputs(1, 2, 2, 200, 200, 64, torch.float16, torch.device(where))
-        got = results(flash_attention_v1, *inputs, causal=True, deterministic=True)
+        got = results(flash, *inputs, causal=True, deterministic=True)
         outputs.append([t.cpu() for t in got.values()])
     for other in outputs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outputs[0], other, strict=True))
@@ -76,16 +81,16 @@ def test_two_devices_take_turns():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["cuda:0", pytest.param("cuda:1", marks=two_gpus)])
-def test_a_fresh_thread_runs_forward_and_backward(where):
+def test_a_fresh_thread_runs_forward_and_backward(flash, where):
     inputs = make_inputs(1, 2, 2, 100, 100, 64, torch.bfloat16, torch.device(where))
-    in_a_thread(lambda: assert_as_exact_as_naive(flash_attention_v1, *inputs, causal=True))
+    in_a_thread(lambda: assert_as_exact_as_naive(flash, *inputs, causal=True))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("where", ["cuda:0", pytest.param("cuda:1", marks=two_gpus)])
-def test_a_fresh_thread_runs_the_backward_of_a_forward_elsewhere(where):
+def test_a_fresh_thread_runs_the_backward_of_a_forward_elsewhere(flash, where):
     q, k, v, do = make_inputs(1, 2, 2, 100, 100, 64, torch.bfloat16, torch.device(where))
-    o = flash_attention_v1(q, k, v, causal=True, deterministic=True)
+    o = flash(q, k, v, causal=True, deterministic=True)
     want = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
     in_a_thread(lambda: o.backward(do))
     assert all(torch.equal(t.grad, w) for t, w in zip((q, k, v), want, strict=True))

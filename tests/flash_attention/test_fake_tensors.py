@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from flash_attention import flash_attention_v1
 from tests.flash_attention.parity import make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -41,8 +40,8 @@ def _real_inputs(case: str, device: torch.device) -> list[Tensor]:
     return [t.requires_grad_() for t in qkv]
 
 
-def _forward_and_backward(q: Tensor, k: Tensor, v: Tensor, **options) -> list[Tensor]:
-    o, m, l = flash_attention_v1(q, k, v, return_stats=True, **options)
+def _forward_and_backward(flash, q: Tensor, k: Tensor, v: Tensor, **options) -> list[Tensor]:
+    o, m, l = flash(q, k, v, return_stats=True, **options)
     return [o, m, l, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))]
 
 
@@ -56,43 +55,43 @@ def _looks(tensors: list[Tensor]) -> list[tuple]:
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_fake_tensors_look_like_the_real_ones(case, where):
+def test_fake_tensors_look_like_the_real_ones(flash, case, where):
     real = _real_inputs(case, torch.device(where))
     options = CASES[case][3]
-    want = _looks(_forward_and_backward(*real, **options))
+    want = _looks(_forward_and_backward(flash, *real, **options))
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in real]
-        got = _forward_and_backward(*fake, **options)
+        got = _forward_and_backward(flash, *fake, **options)
     assert _looks(got) == want
     assert {t.device.type for t in got} == {where}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_meta_tensors_look_like_the_real_ones(case):
+def test_meta_tensors_look_like_the_real_ones(flash, case):
     real = _real_inputs(case, torch.device("cpu"))
     options = CASES[case][3]
-    want = _looks(_forward_and_backward(*real, **options))
+    want = _looks(_forward_and_backward(flash, *real, **options))
     meta = [
         torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta", requires_grad=True)
         for t in real
     ]
-    got = _forward_and_backward(*meta, **options)
+    got = _forward_and_backward(flash, *meta, **options)
     assert _looks(got) == want
     assert {t.device.type for t in got} == {"meta"}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_fake_cuda_tensors_need_no_gpu(case):
+def test_fake_cuda_tensors_need_no_gpu(flash, case):
     """Nothing on the way asks the device. Autograd itself does, so backward is called as an op."""
     real = _real_inputs(case, torch.device("cpu"))
     options = CASES[case][3]
-    want = _looks(_forward_and_backward(*real, **options))
+    want = _looks(_forward_and_backward(flash, *real, **options))
     with FakeTensorMode():
         q, k, v = (
             torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cuda") for t in real
         )
-        o, m, l = flash_attention_v1(q, k, v, return_stats=True, **options)
-        grads = torch.ops.flash_attention.v1_backward(
+        o, m, l = flash(q, k, v, return_stats=True, **options)
+        grads = flash.backward_op(
             o, q, k, v, o, m, l, None, None, False, 1.0, 0.0, False, None, None, None
         )
         assert _looks([o, m, l, *grads]) == want

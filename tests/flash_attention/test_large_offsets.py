@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flash_attention import flash_attention_v1, naive_attention
+from flash_attention import naive_attention
 from tests.flash_attention.parity import assert_within_bound, make_inputs, results, upcast
 
 FAR = 2**31
@@ -56,7 +56,7 @@ def spread(t: Tensor, big: Tensor, dim: int, at: int) -> Tensor:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inputs_with_strides_past_int32_equal_contiguous_copies(case, device, interpreted):
+def test_inputs_with_strides_past_int32_equal_contiguous_copies(flash, case, device, interpreted):
     need_gib(12, device)
     dim, heads = CASES[case]
     n = 9 if interpreted else 80
@@ -70,8 +70,8 @@ def test_inputs_with_strides_past_int32_equal_contiguous_copies(case, device, in
         view = spread(t.detach(), big, dim, at=FAR + i * 2**16)
         views.append(view.detach().requires_grad_(t.requires_grad))
     options = dict(causal=True, deterministic=True)
-    want = results(flash_attention_v1, *inputs, **options)
-    got = results(flash_attention_v1, *views, **options)
+    want = results(flash, *inputs, **options)
+    got = results(flash, *views, **options)
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-2, atol=1e-3)
 
@@ -86,7 +86,7 @@ OUTPUTS = {
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_outputs_past_int32_are_right_in_their_last_rows(case):
+def test_outputs_past_int32_are_right_in_their_last_rows(flash, case):
     batch, heads, n, head_dim = OUTPUTS[case]
     assert batch * heads * n * head_dim > FAR
     device = torch.device("cuda")
@@ -103,7 +103,7 @@ def test_outputs_past_int32_are_right_in_their_last_rows(case):
         return per_batch.expand(batch, heads, n, head_dim)
 
     many = [repeated(t).requires_grad_(t.requires_grad) for t in few]
-    got = results(flash_attention_v1, *many, causal=True)
+    got = results(flash, *many, causal=True)
     own = results(naive_attention, *few, causal=True)
     exact = results(naive_attention, *upcast(*few), causal=True)
     for name in ("o", "dq", "dk", "dv"):

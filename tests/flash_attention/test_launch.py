@@ -54,6 +54,28 @@ def test_blocks_that_cannot_be_made_to_fit_are_an_error_that_names_them(limit, f
         launch.fitting(Device(limit), Blocks(64, 256, 4, 1), fixed, CPU)
 
 
+# What a tensor map can describe: NVIDIA's CUDA driver API, cuTensorMapEncodeTiled: addresses and
+# strides of bytes that 16 divides, the last dimension contiguous.
+MAPPED = {
+    "contiguous": (torch.zeros(2, 3, 5, 24), True),
+    "[B, N, H, D]": (torch.zeros(2, 5, 3, 24).transpose(1, 2), True),
+    "rows of 12 bytes": (torch.zeros(2, 3, 5, 3), False),
+    "rows of 8 bytes": (torch.zeros(2, 3, 5, 4, dtype=torch.float16), False),
+    "rows of 16 bytes": (torch.zeros(2, 3, 5, 8, dtype=torch.float16), True),
+    "another address": (torch.zeros(2, 3, 5, 26)[..., 2:], False),
+    "every other column": (torch.zeros(2, 3, 5, 48)[..., ::2], False),
+    "columns first": (torch.zeros(2, 3, 24, 8).mT, False),
+    "one batch entry for all": (torch.zeros(1, 3, 5, 24).expand(2, 3, 5, 24), False),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_tensor_maps_are_for_the_tensors_that_they_can_describe(name):
+    t, fits = MAPPED[name]
+    assert launch.descriptors_fit(t) == fits
+    assert launch.descriptors_fit(torch.zeros(1, 1, 8, 8), t) == fits
+
+
 def test_float64_on_a_gpu_takes_the_tiles():
     class OnGpu:
         is_cuda = True

@@ -9,7 +9,6 @@ from flash_attention.dropout import draw_seed
 from tests.flash_attention.parity import make_inputs
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-OPS = torch.ops.flash_attention
 
 
 def _fused(q, k, v):
@@ -54,31 +53,31 @@ def _arguments(case: str, dtype: torch.dtype, device: torch.device):
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_forward_op_passes(case, where):
+def test_the_forward_op_passes(flash, case, where):
     qkv, _, extras = _arguments(case, torch.float32, torch.device(where))
-    opcheck(OPS.v1_forward.default, (*qkv, *extras))
+    opcheck(flash.forward_op, (*qkv, *extras))
 
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("case", CASES)
-def test_the_backward_op_passes(case, where):
+def test_the_backward_op_passes(flash, case, where):
     qkv, do, extras = _arguments(case, torch.float16, torch.device(where))
-    arguments = (do, *_saved(qkv, extras), *extras)
-    opcheck(OPS.v1_backward.default, arguments)
+    arguments = (do, *_saved(flash, qkv, extras), *extras)
+    opcheck(flash.backward_op, arguments)
     do.requires_grad_()  # its own gradient is an error: the registration is checked, not run
-    opcheck(OPS.v1_backward.default, arguments, test_utils="test_autograd_registration")
+    opcheck(flash.backward_op, arguments, test_utils="test_autograd_registration")
 
 
 @pytest.mark.parametrize("device", ["interpreter"], indirect=True)
-def test_the_kernels_write_to_no_input_and_give_the_fake_strides(device):
+def test_the_kernels_write_to_no_input_and_give_the_fake_strides(flash, device):
     qkv, do, extras = _arguments("other strides", torch.float32, device)
     what = ("test_schema", "test_faketensor")
-    saved = _saved(qkv, extras)
-    opcheck(OPS.v1_forward.default, (*saved[:3], *extras), test_utils=what)
-    opcheck(OPS.v1_backward.default, (do, *saved, *extras), test_utils=what)
+    saved = _saved(flash, qkv, extras)
+    opcheck(flash.forward_op, (*saved[:3], *extras), test_utils=what)
+    opcheck(flash.backward_op, (do, *saved, *extras), test_utils=what)
 
 
-def _saved(qkv, extras) -> list[Tensor]:
+def _saved(flash, qkv, extras) -> list[Tensor]:
     """What forward keeps for backward: q, k, v, o, m, l."""
     qkv = [t.detach() for t in qkv]
-    return [*qkv, *OPS.v1_forward(*qkv, *extras)]
+    return [*qkv, *flash.forward_op(*qkv, *extras)]

@@ -7,11 +7,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from flash_attention import launch
-from flash_attention.v1 import tiled
+from flash_attention.v1 import tiled as v1_tiled
+from flash_attention.v2 import tiled as v2_tiled
 
+MODULES = [v1_tiled, v2_tiled]
 if launch.triton is not None:
-    from flash_attention.v1 import backward as triton_backward
-    from flash_attention.v1 import forward as triton_forward
+    from flash_attention.v1 import backward as v1_backward
+    from flash_attention.v1 import forward as v1_forward
+    from flash_attention.v2 import backward as v2_backward
+    from flash_attention.v2 import forward as v2_forward
+
+    MODULES += [v1_forward, v1_backward, v2_forward, v2_backward]
 
 MARGIN = 2**15  # elements before and after: more than one tile of a test reaches
 UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -29,8 +35,7 @@ def enter_inside(mode: TorchDispatchMode, monkeypatch: pytest.MonkeyPatch) -> No
 
         return inside
 
-    modules = [tiled] if launch.triton is None else [tiled, triton_forward, triton_backward]
-    for module in modules:
+    for module in MODULES:
         for name in {"forward", "backward"} & set(vars(module)):
             monkeypatch.setattr(module, name, with_mode(getattr(module, name)))
 

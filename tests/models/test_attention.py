@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from flash_attention import FlashAttentionV1, NaiveAttention
+from flash_attention import FlashAttentionV1, FlashAttentionV2, NaiveAttention
 from models.attention import CausalSelfAttention, apply_rotary, rotary_tables
 from models.loss import cross_entropy
 
@@ -113,7 +113,7 @@ def test_attention_dropout_reaches_the_kernel_in_training_only(make_gpt, tokens,
     assert [call["dropout_p"] for call in spy.calls] == [0.3, 0.3, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("backend", [NaiveAttention, FlashAttentionV1])
+@pytest.mark.parametrize("backend", [NaiveAttention, FlashAttentionV1, FlashAttentionV2])
 @pytest.mark.parametrize("n_kv_head", [4, 2])
 def test_a_checkpoint_computes_the_same_with_another_backend(make_gpt, tokens, backend, n_kv_head):
     reference = make_gpt(n_kv_head=n_kv_head)

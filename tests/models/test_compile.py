@@ -1,4 +1,5 @@
-"""torch.compile over the whole GPT with flash_v1: one graph, eager's losses and gradients.
+"""torch.compile over the whole GPT with each version of FlashAttention: one graph, eager's losses
+and gradients.
 
 On the CPU the graph runs as traced (aot_eager): equal to eager bit for bit, the random numbers
 too. On a GPU Inductor compiles it, with random numbers and roundings of its own.
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from flash_attention import FlashAttentionV1
+from flash_attention import FlashAttentionV1, FlashAttentionV2
 from models.loss import cross_entropy
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -25,12 +26,18 @@ def nothing_compiled():
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def make_flash_gpt(make_gpt):
-    """``make_gpt`` with flash_v1 and grouped heads, in training mode."""
+# Both are built by the same code: one is enough where nothing but the tiles runs.
+@pytest.fixture(
+    params=[
+        pytest.param(FlashAttentionV1, id="v1"),
+        pytest.param(FlashAttentionV2, id="v2", marks=pytest.mark.gpu),
+    ]
+)
+def make_flash_gpt(make_gpt, request):
+    """``make_gpt`` with grouped heads, in training mode."""
 
     def make(**changes):
-        attention = FlashAttentionV1(deterministic=True)
+        attention = request.param(deterministic=True)
         return make_gpt(**({"attention": attention, "n_kv_head": 2} | changes)).train()
 
     return make

@@ -8,12 +8,13 @@ from hydra.utils import instantiate
 from omegaconf import OmegaConf
 
 import training.cli  # noqa: F401 - registers the resolvers that the configs use
-from flash_attention import SDPAttention
+from flash_attention import Attention, SDPAttention
 from models.gpt import GPT
 from models.loss import ChunkedLoss, FullLoss
 from models.optim import AdamWCosine
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+ATTENTIONS = sorted(path.stem for path in (CONFIGS / "attention").glob("*.yaml"))
 MODELS = sorted(path.stem for path in (CONFIGS / "model").glob("*.yaml"))
 
 
@@ -27,6 +28,17 @@ def load(group, name, **root):
 def test_a_model_config_has_each_argument_of_gpt(name):
     arguments = inspect.signature(GPT).parameters.keys() - {"attention"}
     assert load("model", name, seq_len=8).keys() - {"_target_"} == arguments
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_an_attention_config_has_each_argument_of_the_backend_of_its_name(name):
+    config = load("attention", name, deterministic=False)
+    backend = instantiate(config)
+    assert isinstance(backend, Attention)
+    assert backend.name == name
+    own = vars(type(backend)).get("__init__", object.__init__)
+    arguments = inspect.signature(own).parameters.keys() - {"self", "args", "kwargs"}
+    assert config.keys() - {"_target_"} == arguments
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from flash_attention import flash_attention_v1
 from tests.flash_attention.parity import make_inputs, results
 from tests.flash_attention.watch import Largest, enter_inside
 
@@ -15,22 +14,25 @@ OPTIONS = [
 ]
 
 
-def call(n: int, head_dim: int, device: torch.device, *, segments: bool = False, **options):
+def call(flash, n: int, head_dim: int, device: torch.device, *, segments: bool = False, **options):
     """A forward and backward to run, with its inputs made."""
     inputs = make_inputs(1, 2, 1, n, n, head_dim, torch.float32, device)
     if segments:
         options["segment_ids"] = (torch.arange(n, device=device) // 50)[None]
-    return lambda: results(flash_attention_v1, *inputs, **options)
+    return lambda: results(flash, *inputs, **options)
 
 
+@pytest.mark.v2_interpreted
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_largest_tensor_doubles_with_the_length(device, options, interpreted, monkeypatch):
+def test_the_largest_tensor_doubles_with_the_length(
+    flash, device, options, interpreted, monkeypatch
+):
     """The tiles' size is fixed. Scores or a mask of all pairs would be four times as large, and so
     would be a copy of dQ for each K/V block (FlagAttention#4)."""
     n = 16 if interpreted else 64
     largest = []
     for length in (n, 2 * n):
-        run = call(length, 8, device, block_q=16, block_kv=16, **options)
+        run = call(flash, length, 8, device, block_q=16, block_kv=16, **options)
         with monkeypatch.context() as patch, Largest() as seen:
             enter_inside(seen, patch)
             run()
@@ -40,9 +42,9 @@ def test_the_largest_tensor_doubles_with_the_length(device, options, interpreted
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_the_peak_of_a_gpu_doubles_with_the_length(options):
+def test_the_peak_of_a_gpu_doubles_with_the_length(flash, options):
     def peak(n: int) -> int:
-        run = call(n, 64, torch.device("cuda"), **options)
+        run = call(flash, n, 64, torch.device("cuda"), **options)
         run()  # compiles, and allocates what is allocated once
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()

@@ -1,4 +1,5 @@
-"""FlashAttention V1 on cases that nobody picked: hypothesis draws shapes, strides and options."""
+"""Each version of FlashAttention on cases that nobody picked: hypothesis draws shapes, strides and
+options."""
 
 from dataclasses import dataclass
 from unittest import mock
@@ -9,7 +10,7 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flash_attention import dropout, flash_attention_v1, naive_attention
+from flash_attention import dropout, naive_attention
 from tests.flash_attention import layouts
 from tests.flash_attention.parity import assert_within_bound, make_inputs, results, upcast
 
@@ -90,7 +91,7 @@ class Case:
 
 
 @st.composite
-def cases(draw, reach: Reach) -> Case:
+def cases(draw, reach: Reach, splits: bool) -> Case:
     few = st.integers(1, reach.heads)
     kv_heads = draw(few)
     lengths = st.integers(0, 3) | st.integers(1, reach.length)
@@ -117,22 +118,23 @@ def cases(draw, reach: Reach) -> Case:
         ),
         knobs=dict(
             deterministic=draw(st.booleans()),
-            q_splits=draw(st.just("auto") | st.integers(1, 9)),
             block_q=draw(st.sampled_from(reach.blocks)),
             block_kv=draw(st.sampled_from(reach.blocks)),
+            **(dict(q_splits=draw(st.just("auto") | st.integers(1, 9))) if splits else {}),
         ),
         seed=draw(st.integers(0, 2**32 - 1)),
     )
 
 
+@pytest.mark.v2_interpreted
 @pytest.mark.timeout(900)
-def test_output_and_gradients_match_naive_on_any_case(device, interpreted):
+def test_output_and_gradients_match_naive_on_any_case(flash, device, interpreted):
     reach = CUDA if device.type == "cuda" else INTERPRETER if interpreted else TILES
     # Triton takes the scale and 1/(1-p) as float32 also where the interpreter computes in float64.
     eps = {torch.float64: torch.finfo(torch.float32 if interpreted else torch.float64).eps}
 
     @settings(max_examples=reach.examples, deadline=None, derandomize=True, database=None)
-    @given(case=cases(reach))
+    @given(case=cases(reach, flash.splits))
     def check(case: Case) -> None:
         inputs = case.inputs(device)
         function = dict(case.function, segment_ids=case.segment_ids(device))
@@ -140,7 +142,7 @@ def test_output_and_gradients_match_naive_on_any_case(device, interpreted):
 
         def attention(q, k, v):
             torch.manual_seed(case.seed)
-            return flash_attention_v1(q, k, v, **function, **case.knobs)
+            return flash(q, k, v, **function, **case.knobs)
 
         def reference(q, k, v, **changes):
             with mock.patch("torch.nn.functional.dropout", lambda p, rate: p * keep / (1 - rate)):
