@@ -34,15 +34,19 @@ def interpreted(request) -> bool:
 
 
 def pytest_collection_modifyitems(config, items) -> None:
-    """Through the interpreter, which is slow, V2 takes the tests that are marked for it: those of
-    what its kernels do in their own way."""
-    left_out = [item for item in items if _unmarked(item)]
+    """What V2 shares with V1 is tested with V1 on a CPU. Through the interpreter, which is slow, V2
+    takes the tests marked v2_interpreted: those of what its kernels do in their own way. On a GPU
+    it takes them all."""
+    left_out = [item for item in items if _shared(item)]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
 
 
-def _unmarked(item: pytest.Item) -> bool:
+def _shared(item: pytest.Item) -> bool:
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    interpreted = params.get("device") == "interpreter" and params.get("flash") is V2
-    return interpreted and item.get_closest_marker("v2_interpreted") is None
+    if params.get("flash") is not V2 or item.get_closest_marker("gpu"):
+        return False
+    if params.get("device") == "interpreter":
+        return item.get_closest_marker("v2_interpreted") is None
+    return item.get_closest_marker("v2_on_gpu") is not None

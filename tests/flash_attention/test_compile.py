@@ -47,6 +47,7 @@ def test_one_graph_gives_the_eager_result(flash, where, segmented):
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 def test_the_statistics_are_those_of_the_eager_call(flash, where):
     q, k, v, _ = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))
@@ -58,6 +59,7 @@ def test_the_statistics_are_those_of_the_eager_call(flash, where):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 def test_autocast_holds_inside_the_graph(flash, where):
     q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))
@@ -85,6 +87,7 @@ def dropped_entries(attention, where: str) -> tuple[Tensor, Tensor]:
     return o == 0, dv.transpose(-1, -2) == 0
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_compiled_call_draws_a_new_mask_each_time_and_backward_replays_it(flash, where):
     def attention(q, k, v):
@@ -103,6 +106,7 @@ def test_a_compiled_call_draws_a_new_mask_each_time_and_backward_replays_it(flas
     assert torch.equal(masks[0], masks[2])
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 def test_an_activation_checkpoint_inside_the_graph_replays_the_mask(flash, where):
     def attention(q, k, v):
@@ -116,6 +120,7 @@ def test_an_activation_checkpoint_inside_the_graph_replays_the_mask(flash, where
     assert 0.2 < forward.double().mean().item() < 0.4
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 def test_a_second_scale_breaks_no_graph(flash, where):
     q, k, v, _ = make_inputs(1, 2, 2, 20, 20, 16, torch.float32, torch.device(where))
@@ -129,6 +134,7 @@ def test_a_second_scale_breaks_no_graph(flash, where):
         torch.testing.assert_close(call(q, k, v, scale), want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_eight_lengths_take_at_most_three_compilations(flash, where, dynamic):

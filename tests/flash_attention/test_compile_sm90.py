@@ -19,27 +19,37 @@ import os, subprocess, sys, tempfile
 import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from flash_attention import delta, segments, tiling
-from flash_attention.v1 import backward, forward
+from flash_attention import delta, segments, tiling, v1, v2
+from flash_attention.v2 import tables
 
 KERNELS = {
-    "forward": forward._forward_kernel,
-    "backward": backward._backward_kernel,
+    "forward": v1.forward._forward_kernel,
+    "backward": v1.backward._backward_kernel,
+    "v2_forward": v2.forward._forward_kernel,
+    "v2_backward": v2.backward._backward_kernel,
+    "v2_dq": v2.backward._dq_kernel,
     "delta": delta._delta_kernel,
     "spans": segments._spans_kernel,
 }
-FLOAT32 = {"m_ptr", "l_ptr", "inv_ptr", "delta_ptr", "dq_ptr"}
+FLOAT32 = {"m_ptr", "l_ptr", "inv_ptr", "delta_ptr"}
+SUMS = {"forward": "o_ptr", "backward": "dq_ptr"}  # in memory, in float32
+TABLES = {
+    "forward": tiling.FORWARD_BLOCKS,
+    "v2_forward": tables.FORWARD,
+    "v2_backward": tables.BACKWARD,
+    "v2_dq": tables.DQ_PASS,
+}
 INTEGERS = {"segment_ptr": "*i64", "span_ptr": "*i32", "seed_ptr": "*i64"}
 
 
 def compile_kernel(name, head_dim, size, variant):
     """What the launchers pass: aligned pointers and strides, the last stride 1."""
     kernel, element = KERNELS[name], "*bf16" if size == 2 else "*fp32"
-    table = tiling.forward_blocks if name == "forward" else tiling.backward_blocks
-    blocks = table(head_dim, size)
+    blocks = tiling.tuned(TABLES.get(name, tiling.BACKWARD_BLOCKS), head_dim, size)
+    block_d = tiling.padded_head_dim(head_dim)
     values = dict(
         CAUSAL=True, SEGMENTS=variant, DROPOUT=variant, ATOMIC=not variant, HEAD_DIM=head_dim,
-        BLOCK_D=tiling.padded_head_dim(head_dim), BLOCK_Q=blocks.block_q,
+        DESCRIPTORS=True, DQ=blocks.dq, BLOCK_D=block_d, BLOCK_Q=blocks.block_q,
         BLOCK_KV=blocks.block_kv, ACC=tl.float32, PRECISION="ieee", CHUNK=segments.CHUNK,
     )
     signature, constants, attributes = {}, {}, {}
@@ -48,8 +58,12 @@ def compile_kernel(name, head_dim, size, variant):
         if argument in values or argument.startswith("stride") and argument.endswith("d"):
             kind, aligned = "constexpr", False
             constants[argument] = values.get(argument, 1)
+        elif argument.endswith("_src"):  # a tensor map
+            kind, aligned = "fp32" if argument == "dq_src" else element[1:], False
+            rows = blocks.block_kv if argument in ("k_src", "v_src") else blocks.block_q
+            kind = f"tensordesc<{kind}[1, 1, {rows}, {block_d}]>"
         elif argument.endswith("_ptr"):
-            float32 = argument in FLOAT32 or (argument == "o_ptr" and name == "forward")
+            float32 = argument in FLOAT32 or argument == SUMS.get(name)
             kind = INTEGERS.get(argument, "*fp32" if float32 else element)
         elif argument in ("scale", "keep_scale"):
             kind, aligned = "fp32", False
@@ -83,6 +97,7 @@ for case in sys.argv[1:]:
 CASES = [
     *("forward 64 2 all", "forward 128 2 plain", "spans 64 2 plain"),
     *("backward 64 2 all", "backward 128 2 plain", "delta 80 2 plain"),
+    *("v2_forward 128 2 all", "v2_backward 128 2 plain", "v2_dq 128 2 plain"),
 ]
 
 

@@ -23,6 +23,7 @@ SMALL_BLOCKS = dict(block_q=32, block_kv=32)  # several blocks each way at the i
 INTERPRETED = (1, 40, 64, 111, 256)  # head dims: the smallest, the largest, odd, padded or not
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_output_and_gradients_match_naive_at_every_length(
     assert_as_exact_as_naive(flash, *inputs, causal=causal)
 
 
-@pytest.mark.v2_interpreted
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 def test_output_and_gradients_match_naive_with_grouped_query_heads(
@@ -121,7 +122,6 @@ def test_gradients_pass_gradcheck_in_float64(flash, device, causal, heads, kv_he
     assert torch.autograd.gradcheck(attention, (q, k, v), fast_mode=device.type == "cpu")
 
 
-@pytest.mark.v2_interpreted
 @pytest.mark.parametrize("causal", [False, True])
 def test_float64_equals_naive_over_many_blocks(flash, device, causal, interpreted):
     q, k, v, do = make_inputs(1, 2, 1, 75, 70, 16, torch.float64, device)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from flash_attention import dropout, flash_attention_v1, naive_attention
+from flash_attention import dropout, flash_attention_v1, launch, naive_attention
 from tests.flash_attention import layouts
 from tests.flash_attention.parity import (
     assert_as_exact_as_naive,
@@ -21,10 +21,19 @@ from tests.flash_attention.parity import (
     results,
     upcast,
 )
+from tests.flash_attention.versions import V2, Version
 from tests.flash_attention.watch import Guard, enter_inside
 
 SMALL_BLOCKS = dict(block_q=32, block_kv=32)  # several blocks each way at the interpreter's sizes
 TINY_BLOCKS = dict(block_q=16, block_kv=16)
+
+
+TURNS = "the next one has this; slow through the interpreter"
+
+
+def slow(flash: Version, device: torch.device) -> bool:
+    """V2 through the interpreter: V1 has all cases there, the GPU all of both."""
+    return flash is V2 and device.type == "cpu" and launch.interpreting()
 
 
 def assert_equal_to_naive(got: dict[str, Tensor], q, k, v, do, **options) -> None:
@@ -70,6 +79,8 @@ def test_equal_scores_share_the_weight_however_large_they_are(flash, device, cau
 def test_nothing_beyond_the_inputs_is_read(flash, device, nq, nk, head_dim, causal):
     """NaN around q, k, v and dO, in every dimension: NaN times zero is NaN (SageAttention#376,
     flash-attention#1745)."""
+    if slow(flash, device) and causal == (head_dim == 24):
+        pytest.skip(TURNS)
     inputs = make_inputs(1, 1, 1, nq, nk, head_dim, torch.float32, device)
     inputs = [layouts.surrounded(t.detach()).requires_grad_(t.requires_grad) for t in inputs]
     got = results(flash, *inputs, causal=causal, **SMALL_BLOCKS)
@@ -85,6 +96,8 @@ def test_each_tensor_is_read_and_written_at_its_own_strides(
     """One of q, k, v and dO has other strides than the rest: V taken at K's (FlagGems#5896), dO at
     o's (flash-attention#355, FlagAttention#1), dK or dQ written at the input's
     (flash-attention#818, ROCm/flash-attention#122)."""
+    if slow(flash, device) and which % 2 == (layout is layouts.packed):
+        pytest.skip(TURNS)
     inputs = make_inputs(2, 2, 2, 20, 25, 24, torch.float32, device)
     odd = inputs[which]
     inputs = list(inputs)
@@ -136,6 +149,8 @@ def test_scratch_is_written_before_it_is_read_and_never_left(
 ):
     """o, m, l, dO o and dQ in memory full of NaN: uninitialised statistics (tilelang#2461), rows
     beyond N read from or written to what lies there (SageAttention#376)."""
+    if slow(flash, device) and causal == (nk == 64):
+        pytest.skip(TURNS)
     q, k, v, do = make_inputs(1, 2, 2, nq, nk, 24, torch.float32, device)
     guard = Guard()
     enter_inside(guard, monkeypatch)
@@ -218,6 +233,8 @@ def test_o_is_summed_in_float32_over_many_key_blocks(flash, device, dtype):
 def test_dq_is_summed_in_float32_over_many_key_blocks(flash, device, dtype):
     """All weights are 1/Nk. The first 16 keys add to dQ so much that what each later block takes
     off would be lost in half precision, though together it is 8 of its steps."""
+    if slow(flash, device) and dtype == torch.bfloat16:
+        pytest.skip("the interpreter is given float32")
     blocks, loud = 24, 0.125 / torch.finfo(dtype).eps
     n = 16 * blocks
     q, k, v, do = (

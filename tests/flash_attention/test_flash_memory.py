@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.flash_attention.parity import make_inputs, results
+from tests.flash_attention.versions import V2
 from tests.flash_attention.watch import Largest, enter_inside
 
 OPTIONS = [
@@ -29,6 +30,8 @@ def test_the_largest_tensor_doubles_with_the_length(
 ):
     """The tiles' size is fixed. Scores or a mask of all pairs would be four times as large, and so
     would be a copy of dQ for each K/V block (FlagAttention#4)."""
+    if flash is V2 and device.type == "cpu" and options != OPTIONS[1]:
+        pytest.skip("V1 and the GPU have the others")
     n = 16 if interpreted else 64
     largest = []
     for length in (n, 2 * n):

@@ -1,7 +1,7 @@
 """Each version of FlashAttention on cases that nobody picked: hypothesis draws shapes, strides and
 options."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest import mock
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 from flash_attention import dropout, naive_attention
 from tests.flash_attention import layouts
 from tests.flash_attention.parity import assert_within_bound, make_inputs, results, upcast
+from tests.flash_attention.versions import V2
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -130,6 +131,8 @@ def cases(draw, reach: Reach, splits: bool) -> Case:
 @pytest.mark.timeout(900)
 def test_output_and_gradients_match_naive_on_any_case(flash, device, interpreted):
     reach = CUDA if device.type == "cuda" else INTERPRETER if interpreted else TILES
+    if flash is V2 and device.type == "cpu":
+        reach = replace(reach, examples=reach.examples // 3)
     # Triton takes the scale and 1/(1-p) as float32 also where the interpreter computes in float64.
     eps = {torch.float64: torch.finfo(torch.float32 if interpreted else torch.float64).eps}
 

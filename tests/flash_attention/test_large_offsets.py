@@ -55,6 +55,7 @@ def spread(t: Tensor, big: Tensor, dim: int, at: int) -> Tensor:
     return view
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("case", CASES)
 def test_inputs_with_strides_past_int32_equal_contiguous_copies(flash, case, device, interpreted):
     need_gib(12, device)

@@ -51,6 +51,7 @@ def _arguments(case: str, dtype: torch.dtype, device: torch.device):
     return qkv, do, extras
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_forward_op_passes(flash, case, where):
@@ -58,6 +59,7 @@ def test_the_forward_op_passes(flash, case, where):
     opcheck(flash.forward_op, (*qkv, *extras))
 
 
+@pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("case", CASES)
 def test_the_backward_op_passes(flash, case, where):
@@ -68,6 +70,7 @@ def test_the_backward_op_passes(flash, case, where):
     opcheck(flash.backward_op, arguments, test_utils="test_autograd_registration")
 
 
+@pytest.mark.v2_interpreted
 @pytest.mark.parametrize("device", ["interpreter"], indirect=True)
 def test_the_kernels_write_to_no_input_and_give_the_fake_strides(flash, device):
     qkv, do, extras = _arguments("other strides", torch.float32, device)
