@@ -213,7 +213,9 @@ def plot(rows: list[Row]) -> "Figure":
         )
         axes.annotate(text, (x, y), (4, 0), transform, "offset points", va="center", fontsize=8)
     lengths = [row.answer.seq_len for row in rows if row.answer.seq_len] or [1]
-    axes.set_xscale("log")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
+    axes.tick_params(axis="x", labelrotation=30)
     axes.set_xlim(min(lengths) / 2, max(lengths) * 4)  # room for the numbers
     axes.set_yticks(range(len(variants)), variants)
     axes.invert_yaxis()

@@ -4,18 +4,14 @@
 
 reads one job from its standard input (a line of JSON: ``config``, a composed config of train.py as
 a file, ``seq_len``, ``steps``, ``limit_s``, ``cap_bytes``), trains, and writes a line of JSON for
-all that happens. Its last line is the result, with the keys of ``training.longest_search.Probe``.
-It ends when its standard input does: with the process that started it.
+each step and one for the result, with the keys of ``training.longest_search.Probe``.
 """
 
-import json
 import os
-import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 # A length near the limit needs what is free in one piece.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
@@ -36,6 +32,7 @@ from training.build import build_model, build_trainer, vocab_size
 from training.console import quiet
 from training.devices import Hardware, check_offload, resolve_hardware
 from training.errors import ConfigError
+from training.probe_process import Tell, take_job
 from training.report import first_line
 from training.throughput import synchronize
 from training.units import in_gib
@@ -45,32 +42,12 @@ LONG_STEP_S = 20.0  # seconds: what a step does for the first time is little bes
 
 
 def main() -> None:
-    events, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
-    os.dup2(2, 1)  # libraries print too: to the log, where the reader of events does not see it
-    job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    tell = Events(events)
+    job, tell = take_job()
     tell(**run(job, tell))
     os._exit(0)  # at once: taking a CUDA process down in good order takes a second
 
 
-def _end_with_parent() -> None:
-    sys.stdin.read()
-    os._exit(1)
-
-
-class Events:
-    """Writes one line of JSON for each call."""
-
-    def __init__(self, file: TextIO) -> None:
-        self.file = file
-
-    def __call__(self, **values: Any) -> None:
-        self.file.write(json.dumps(values) + "\n")
-        self.file.flush()
-
-
-def run(job: dict[str, Any], tell: Events) -> dict[str, Any]:
+def run(job: dict[str, Any], tell: Tell) -> dict[str, Any]:
     """Train as the job says; the result, whatever happens."""
     result = {"seq_len": job["seq_len"], "cap_bytes": job["cap_bytes"], "limit_s": job["limit_s"]}
     watch = StepWatch(tell)
@@ -215,7 +192,7 @@ class StepWatch(Checkpoint):
         oom: what ``training.out_of_memory.describe`` says, if memory ran out.
     """
 
-    def __init__(self, tell: Events) -> None:
+    def __init__(self, tell: Tell) -> None:
         self.tell = tell
         self.seconds: list[float] = []
         self.oom: dict[str, Any] = {}

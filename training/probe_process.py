@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,31 @@ START_S = 300.0  # seconds for all that comes before the first step
 FIRST_STEP_S = 30.0  # more for the first step at a length, in which kernels may be compiled
 WARMUPS = 4  # steps' time that the warm-up may take: that of a compiled model has the whole length
 WINDOWS = sys.platform == "win32"
+
+Tell = Callable[..., None]  # of keywords: one line of JSON
+
+
+def take_job() -> tuple[dict[str, Any], Tell]:
+    """In a trial's process: its job, and what tells how it goes.
+
+    Whatever is printed goes to the log from here on, and the process ends when the one that
+    started it does.
+    """
+    lines, sys.stdout = os.fdopen(os.dup(1), "w"), sys.stderr
+    os.dup2(2, 1)  # for what is printed by libraries that are not Python's
+    job = json.loads(sys.stdin.buffer.raw.readline())  # unbuffered: the rest is for the thread
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+    def tell(**values: Any) -> None:
+        lines.write(json.dumps(values) + "\n")
+        lines.flush()
+
+    return job, tell
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # nothing more is ever written: this returns when the other end is closed
+    os._exit(1)
 
 
 class ProbeRunner:
