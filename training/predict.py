@@ -65,7 +65,7 @@ def with_changes(cfg: DictConfig, changes: dict[str, Any]) -> DictConfig:
     """A copy of the config with some keys, dotted, changed."""
     cfg = cfg.copy()
     for key, value in changes.items():
-        OmegaConf.update(cfg, key, value)
+        OmegaConf.update(cfg, key, value, merge=False)
     return cfg
 
 
