@@ -12,8 +12,8 @@ sequence of random tokens. A length trains if a whole optimizer step (forward, b
 AdamW with its state) does, in a process of its own, within the time limit. The search doubles from
 --start, goes on where the peaks so far say that memory ends, and closes in from both sides.
 
-Every trial is kept in the output folder, and the tables and the plot are written anew after each:
-the same command goes on after a stop, and further caps or variants use what is there.
+Every trial is kept in the output folder, where the tables are written anew after each and the plot
+after each row: the same command goes on after a stop; further caps and variants use what is there.
 
 A cap limits what PyTorch's allocator may hold; the CUDA context (about half a GiB) is not in it. On
 a CPU, where nothing is limited, the peak resident memory of the process is compared with the cap.
@@ -26,6 +26,7 @@ import re
 import shlex
 import sys
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -43,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from training import cli, report
 from training.errors import ConfigError
-from training.longest_report import NAME, Row, notes, to_rich, write_report
+from training.longest_report import NAME, Row, notes, to_rich, write_plot, write_tables
 from training.longest_search import FAILED, FITS, Grid, Probe, answer, search, verdict
 from training.probe_process import ProbeRunner, ProbeStore
 from training.run_folder import held, unusable
@@ -283,7 +284,10 @@ def first_guess(cfg: DictConfig, capacity_bytes: int) -> int | None:
 
 
 class Search:
-    """Searches every variant on every card; what is known is on disk after every trial."""
+    """Searches every variant on every card; what is known is on disk after every trial.
+
+    The plot, which takes longer to draw than a GPU should wait for, is there after every row.
+    """
 
     def __init__(self, variants: list[Variant], args: argparse.Namespace) -> None:
         self.variants = variants
@@ -297,12 +301,12 @@ class Search:
             store = ProbeStore(variant.folder)
             report.write_text(variant.folder / "config.yaml", OmegaConf.to_yaml(variant.cfg))
             variant.probes = store.load()
-        with ProbeRunner(self.args.out) as runner:
+        with ProbeRunner(self.args.out) as runner, ExitStack() as at_end:
+            at_end.callback(self._write)  # also when it is interrupted
             for variant in self.variants:
                 # The largest card first: what its trials allocated answers for the smaller ones.
                 for cap in sorted(self.args.caps, key=lambda c: (c is not None, -(c or 0))):
                     self._search(variant, cap, runner)
-        self._write()
         rows = self.rows()
         out = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
         for table in to_rich(rows):
@@ -313,9 +317,10 @@ class Search:
         return EXIT_FAILED if self.failed else 0
 
     def _search(self, variant: Variant, cap: int | None, runner: ProbeRunner) -> None:
-        store = ProbeStore(variant.folder)
+        store, known = ProbeStore(variant.folder), len(variant.probes)
 
-        def trial(seq_len: int, cap_bytes: int | None) -> Probe:
+        def run(seq_len: int, cap_bytes: int | None) -> Probe:
+            write_tables(self.rows(), self.args.out, self.about())
             began = time.monotonic()
             job = {
                 "config": str(variant.folder / "config.yaml"),
@@ -336,10 +341,6 @@ class Search:
             on_gpu = self.device and self.device[0] == "cuda"
             return first_guess(variant.cfg, capacity_bytes) if on_gpu else None
 
-        def run(seq_len: int, cap_bytes: int | None) -> Probe:
-            self._write()
-            return trial(seq_len, cap_bytes)
-
         found = search(
             variant.probes,
             run,
@@ -351,6 +352,8 @@ class Search:
         )
         if found.bound == FAILED:
             self.failed[variant.name, cap] = found
+        if len(variant.probes) > known:
+            self._write()
 
     def rows(self) -> list[Row]:
         rows = []
@@ -373,7 +376,8 @@ class Search:
         ]
 
     def _write(self) -> None:
-        write_report(self.rows(), self.args.out, self.about())
+        write_tables(self.rows(), self.args.out, self.about())
+        write_plot(self.rows(), self.args.out)
 
     def _say(self, variant: Variant, probe: Probe, seconds: float) -> None:
         card = "" if probe.cap_bytes is None else f", {probe.cap_bytes / GIB:g} GiB"

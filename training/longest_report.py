@@ -79,10 +79,13 @@ def _what_for(probe: Probe) -> str:
     )
 
 
-def write_report(rows: list[Row], folder: Path, about: list[str]) -> None:
-    """CSV, Markdown and plot of the rows so far; ``about``: sentences on how they were made."""
+def write_tables(rows: list[Row], folder: Path, about: list[str]) -> None:
+    """CSV and Markdown of the rows so far; ``about``: sentences on how they were made."""
     report.write_text(folder / f"{NAME}.csv", to_csv(rows))
     report.write_text(folder / f"{NAME}.md", to_markdown(rows, about))
+
+
+def write_plot(rows: list[Row], folder: Path) -> None:
     with replacing(folder / f"{NAME}.png") as partial:
         plot(rows).savefig(partial, format="png", dpi=130)
 
