@@ -47,7 +47,6 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"--multiple={args.multiple} must be at least 1")
     # Imported here: PyTorch takes seconds that --help need not wait for.
     from training.compose import combinations, composed
-    from training.console import console
 
     try:
         size = card_bytes(args.card)
@@ -56,7 +55,11 @@ def main(argv: list[str] | None = None) -> int:
         rows = [_row(cfg, size, 0 if args.no_longest else args.multiple) for cfg in configs]
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         fail(str(error) if isinstance(error, ConfigError) else explain(error))
-    _print(console, _names(jobs), rows, args.card, size)
+    table = _table(_names(jobs), rows, args.card, size)
+    print("peak of a training step on a GPU, in GiB")
+    print(
+        _aligned(table if len(jobs) > 1 else [list(line) for line in zip(*table, strict=True)][1:])
+    )
     return 0
 
 
@@ -74,22 +77,30 @@ def _names(jobs: list[list[str]]) -> list[str]:
     return [" ".join(o for o in job if o not in shared) for job in jobs]
 
 
-def _print(console, names: list[str], rows: list[dict[str, int]], card: str, size: int) -> None:
-    from rich.table import Table
-
-    table = Table("", title="peak of a training step on a GPU (GiB)", title_justify="left")
-    several = len(rows) > 1
-    for i, name in enumerate(names):
-        table.add_column(name if several else "", justify="right", overflow="fold")
-        table.columns[i + 1].no_wrap = not several
+def _table(names: list[str], rows: list[dict[str, int]], card: str, size: int) -> list[list[str]]:
+    """A line for each combination under a line of headings."""
     parts = {part: name.removeprefix("saved by ") for part, name in PARTS.items()}
-    labels = {"peak": "peak allocated", **parts}
-    for key, label in labels.items():
-        table.add_row(label, *(in_gib(row[key]) for row in rows))
+    headings = ["", "peak allocated", *parts.values()]
+    lines = [
+        [name, in_gib(row["peak"]), *(in_gib(row[part]) for part in parts)]
+        for name, row in zip(names, rows, strict=True)
+    ]
     if "longest" in rows[0]:
-        where = f"longest seq_len in {size / GIB:.4g} GiB" + (f" ({card})" if card in CARDS else "")
-        table.add_row(where, *(f"{row['longest']:,}" if row["longest"] else "-" for row in rows))
-    console.print(table)
+        named = f" ({card})" if card in CARDS else ""
+        headings.append(f"longest seq_len in {size / GIB:.4g} GiB{named}")
+        for line, row in zip(lines, rows, strict=True):
+            line.append(f"{row['longest']:,}" if row["longest"] else "none")
+    return [headings, *lines]
+
+
+def _aligned(table: list[list[str]]) -> str:
+    """The first column to the left, the others to the right; no line is broken."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = []
+    for first, *others in table:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

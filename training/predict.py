@@ -158,6 +158,7 @@ def _n_tokens(cfg: DictConfig) -> int:
     n_tokens = getattr(tokenizer, "vocab_size", None) or getattr(tokenizer, "wanted", None)
     if n_tokens is None:  # that of a file, which fitting copies
         try:
+            tokenizer.fingerprint()  # refuses a name that is missing
             with tempfile.TemporaryDirectory() as folder:
                 tokenizer.fit([], Path(folder))
         except DataError as error:
