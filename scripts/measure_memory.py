@@ -33,7 +33,7 @@ from training.compose import combinations, composed
 from training.console import console
 from training.devices import versions
 from training.errors import ConfigError
-from training.predict import predict_peak
+from training.predict import predict_peak, with_changes
 from training.probe_process import ProbeRunner
 from training.run_folder import replacing
 from training.units import in_gib
@@ -60,9 +60,10 @@ def main(argv: list[str] | None = None) -> int:
     if args.jobs < 1:
         parser.error(f"--jobs={args.jobs} must be at least 1")
     try:
-        points = sorted(map(point, combinations(args.overrides)), key=lambda p: p.predicted)
+        points = [point(job, args.jobs > 1) for job in combinations(args.overrides)]
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         fail(str(error) if isinstance(error, ConfigError) else explain(error))
+    points.sort(key=lambda point: point.predicted)
     rows = measure(points, args.jobs, args.limit, lambda rows: write(rows, args.out))
     console.print(f"{len(rows)} points in {args.out}")
     return 1 if any(row["status"] not in ("ok", "oom") for row in rows) else 0
@@ -70,23 +71,24 @@ def main(argv: list[str] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Point:
-    """A combination of settings, and the bytes it is predicted to take."""
+    """A combination of settings, and the bytes it is predicted to take (0: not predicted)."""
 
     overrides: str
     cfg: DictConfig
     predicted: int
 
 
-def point(overrides: list[str]) -> Point:
+def point(overrides: list[str], predicted: bool) -> Point:
     """One sequence in a forward pass, one forward pass in a step.
 
     Raises:
         ConfigError, HydraException, OmegaConfBaseException: as train.py would.
     """
-    seq_len = composed(overrides).seq_len
-    overrides = [*overrides, f"global_batch_tokens={seq_len}", "micro_batch_tokens=1"]
     cfg = composed(overrides)
-    return Point(" ".join(overrides), cfg, predict_peak(cfg).peak_bytes)
+    sizes = {"global_batch_tokens": cfg.seq_len, "micro_batch_tokens": 1}
+    cfg = with_changes(cfg, sizes)
+    typed = " ".join([*overrides, *(f"{key}={value}" for key, value in sizes.items())])
+    return Point(typed, cfg, predict_peak(cfg).peak_bytes if predicted else 0)
 
 
 def measure(
