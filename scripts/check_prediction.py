@@ -1,0 +1,113 @@
+"""Compares predicted with measured peaks of training steps on a GPU; needs no GPU itself.
+
+python scripts/check_prediction.py multirun/2025-01-31/10-00-00-000000 --out results/prediction
+python scripts/check_prediction.py results/h200_gpt2_small_8k.csv
+
+A source is a run, a sweep, or a table: a CSV file with a row for each run, whose columns name
+settings of train.py (attention, model, seq_len, model.n_layer, ...; tokens_per_step is
+global_batch_tokens, overrides is the command line) and which has peak_allocated_bytes or
+peak_allocated_gib. Writes OUT.csv and OUT.md.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
+
+from omegaconf import OmegaConf
+
+from scripts.compare_runs import find_runs
+from training.compose import composed
+from training.predict import predict_peak, with_changes
+from training.report import read_rows
+from training.run_folder import replacing
+from training.units import GIB
+
+COLUMNS = ("run", "measured_gib", "predicted_gib", "ratio")
+GROUPS = ("attention", "model", "loss", "tokenizer")
+KEYS = ("seq_len", "precision", "micro_batch_tokens", "compile")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
+    parser.add_argument(
+        "--out", type=Path, default=Path("prediction"), help="files to write (default: prediction)"
+    )
+    args = parser.parse_args(argv)
+    rows = []
+    for source in args.sources:
+        if not source.exists():
+            parser.error(f"SOURCE={source} does not exist; give a run, a sweep or a CSV file")
+        for name, cfg, measured in of_table(source) if source.is_file() else of_runs(source):
+            predicted = predict_peak(cfg).peak_bytes
+            rows.append(
+                {
+                    "run": name,
+                    "measured_gib": f"{measured / GIB:.3f}",
+                    "predicted_gib": f"{predicted / GIB:.3f}",
+                    "ratio": f"{predicted / measured:.3f}",
+                }
+            )
+            print(*rows[-1].values(), sep="  ")
+    if not rows:
+        parser.error("no SOURCE holds a peak that was measured on a GPU")
+    write(rows, args.out)
+    worst = max(abs(float(row["ratio"]) - 1) for row in rows)
+    print(f"{len(rows)} runs, largest error {worst:.1%}")
+    return 0
+
+
+def of_runs(folder: Path) -> Iterator[tuple[str, Any, int]]:
+    """Name, config and measured bytes of the runs in or below a folder that measured a GPU."""
+    for row in read_rows(find_runs(folder)):
+        if row.get("peak_allocated_bytes"):
+            cfg = OmegaConf.load(row["path"] / ".hydra" / "config.yaml")
+            cfg = with_changes(cfg, {"precision": row["precision"]})  # "auto" is resolved there
+            yield row["folder"], cfg, row["peak_allocated_bytes"]
+
+
+def of_table(file: Path) -> Iterator[tuple[str, Any, int]]:
+    """Name, config and measured bytes of the rows of a CSV file that measured a GPU."""
+    with open(file, newline="", encoding="utf-8") as opened:
+        for row in csv.DictReader(opened):
+            gib = row.get("peak_allocated_gib")
+            measured = row.get("peak_allocated_bytes") or (gib and float(gib) * GIB)
+            if measured:
+                overrides = _overrides(row)
+                yield " ".join(overrides), composed(overrides), int(float(measured))
+
+
+def _overrides(row: dict[str, str]) -> list[str]:
+    found = {key: row[key] for key in (*GROUPS, *KEYS) if row.get(key)}
+    found |= {key: value for key, value in row.items() if key and "." in key and value}
+    if row.get("tokens_per_step"):
+        found["global_batch_tokens"] = row["tokens_per_step"]
+    typed = dict(o.split("=", 1) for o in (row.get("overrides") or "").split() if "=" in o)
+    return [f"{key}={value}" for key, value in (found | typed).items()]
+
+
+def write(rows: list[dict[str, str]], out: Path) -> None:
+    """The table as OUT.csv and OUT.md."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(out.with_name(f"{out.name}.csv")) as partial, open(partial, "w") as file:
+        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    lines = [
+        "| run | measured (GiB) | predicted (GiB) | predicted / measured |",
+        "|---|---|---|---|",
+    ]
+    lines += [f"| {' | '.join(row.values())} |" for row in rows]
+    with replacing(out.with_name(f"{out.name}.md")) as partial:
+        partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
