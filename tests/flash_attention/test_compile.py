@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from flash_attention import naive_attention
 from tests.flash_attention.parity import make_inputs, results
+from tests.flash_attention.versions import V2
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LENGTHS = [24, 17, 33, 64, 1, 70, 128, 5]
@@ -155,14 +156,14 @@ def test_eight_lengths_take_at_most_three_compilations(flash, where, dynamic):
 
 @pytest.mark.gpu
 def test_the_kernels_are_not_compiled_for_every_length(flash):
-    """A variant for lengths that 16 divides and one for others, each for one split, splits that
-    16 divides and others: 6 of a kernel, however many lengths there are."""
+    """A variant for lengths that 16 divides and one for others, each in V1 for one split, splits
+    that 16 divides and others: 6 of a kernel, however many lengths there are."""
+    from flash_attention import v1, v2
     from flash_attention.delta import _delta_kernel
-    from flash_attention.v1.backward import _backward_kernel
-    from flash_attention.v1.forward import _forward_kernel
 
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = (_forward_kernel, _delta_kernel, _backward_kernel)
+    version = v2 if flash is V2 else v1
+    kernels = (version.forward._forward_kernel, _delta_kernel, version.backward._backward_kernel)
 
     def variants() -> list[int]:
         return [len(kernel.device_caches[device.index][0]) for kernel in kernels]
@@ -171,7 +172,8 @@ def test_the_kernels_are_not_compiled_for_every_length(flash):
     lengths = [*range(100, 4100, 160), *range(128, 4200, 256)]  # 25 odd ones, 16 multiples of 16
     for i, n in enumerate(lengths):
         # A head dim that no other test has: no variant is there before.
-        inputs = make_inputs(1, 2, 2, n, n, 144, torch.float16, device)
+        head_dim = 152 if flash is V2 else 144
+        inputs = make_inputs(1, 2, 2, n, n, head_dim, torch.float16, device)
         results(flash, *inputs, causal=True)
         if i == 0:
             assert all(now > then for now, then in zip(variants(), before, strict=True))
