@@ -220,7 +220,7 @@ def test_trials_are_found_under_another_name_and_by_no_other_config():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["attention=nope"], "attention=nope is no choice; give one of flash_v1, naive, sdpa"),
+        (["attention=nope"], "attention=nope is no choice; give one of flash_v1, flash_v2, naive"),
         (["model.layers=2"], "there is no key model.layers; did you mean model.n_layer?"),
         (["seq_len=8192"], "seq_len=8192: the search decides the length; give --start, --largest"),
         (["naive"], "naive is no setting; give key=value"),

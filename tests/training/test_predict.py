@@ -99,7 +99,7 @@ def test_parameters_gradients_and_adam_take_sixteen_bytes_a_parameter():
     assert 0.75 * 16 * n < state < 1.01 * 16 * n  # gradients come one after the other
 
 
-@pytest.mark.parametrize("attention", ["naive", "flash_v1"])
+@pytest.mark.parametrize("attention", ["naive", "flash_v1", "flash_v2"])
 def test_the_peak_holds_what_autograd_really_keeps_and_little_more(attention):
     n, b, layers = 256, 4, 4
     batch = [f"seq_len={n}", f"micro_batch_tokens={b * n}", f"global_batch_tokens={b * n}"]
