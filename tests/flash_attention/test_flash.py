@@ -16,6 +16,7 @@ from tests.flash_attention.parity import (
     results,
     upcast,
 )
+from tests.flash_attention.versions import V2
 
 HALF = [torch.float16, torch.bfloat16]
 DTYPES = [*HALF, torch.float32]
@@ -73,12 +74,16 @@ def test_output_and_gradients_match_naive_at_every_length(
     assert_as_exact_as_naive(flash, *inputs, causal=causal)
 
 
+@pytest.mark.v2_interpreted
 @pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (4, 1)])
 def test_output_and_gradients_match_naive_with_grouped_query_heads(
     flash, device, heads, kv_heads, dtype, interpreted
 ):
+    slow = interpreted and flash is V2
+    if slow and ((heads, kv_heads) != (6, 2) or dtype != torch.float32):
+        pytest.skip("V1 and the GPU have the others")
     if interpreted and (heads, kv_heads) != (6, 2) and dtype != torch.float32:
         pytest.skip("which head is whose has nothing to do with the dtype")
     n, batch = (40, 1) if interpreted else (150, 2)
@@ -317,8 +322,12 @@ def _naive_with_mask(q, k, v, *, keep: Tensor, dropout_p: float) -> Tensor:
 
 
 @pytest.mark.v2_interpreted
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
-def test_dropout_drops_the_same_entries_in_forward_and_backward(flash, device, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "deterministic"), [(torch.float16, True), (torch.float32, False)], ids=str
+)
+def test_dropout_drops_the_same_entries_in_forward_and_backward(
+    flash, device, dtype, deterministic
+):
     n = 40
     q, k, v, do = make_inputs(1, 2, 2, n, n, 16, dtype, device)
     torch.manual_seed(5)
@@ -334,7 +343,8 @@ def test_dropout_drops_the_same_entries_in_forward_and_backward(flash, device, d
 
     def attention(q, k, v, **_):
         torch.manual_seed(5)
-        return flash(q, k, v, causal=True, dropout_p=0.25, **SMALL_BLOCKS)
+        options = dict(dropout_p=0.25, deterministic=deterministic, **SMALL_BLOCKS)
+        return flash(q, k, v, causal=True, **options)
 
     def reference(q, k, v, **_):
         return _naive_with_mask(q, k, v, keep=keep, dropout_p=0.25)

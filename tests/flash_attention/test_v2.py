@@ -20,14 +20,6 @@ WAYS = {
 }
 
 
-@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request, monkeypatch) -> torch.device:
-    if request.param == "interpreter":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
-        return torch.device("cpu")
-    return torch.device("cuda")
-
-
 def forward_and_backward(q, k, v, do, blocks: Blocks, deterministic: bool) -> dict[str, Tensor]:
     from flash_attention.v2 import backward, forward
 
@@ -40,6 +32,9 @@ def forward_and_backward(q, k, v, do, blocks: Blocks, deterministic: bool) -> di
     return dict(o=o, dq=dq, dk=dk, dv=dv)
 
 
+@pytest.mark.parametrize(
+    "device", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_every_way_of_loading_and_of_ordering_gives_the_same_numbers(way, device):
     """3 heads, and blocks of rows and of keys that end within a tile."""
