@@ -95,9 +95,9 @@ class Grid:
     def down(self, n: float) -> int:
         return int(n // self.multiple) * self.multiple
 
-    def step(self, n: int, doublings: int = 0) -> int:
-        """How far apart lengths near ``n`` may stay; times two for each doubling."""
-        return max(self.multiple, self.down(self.tolerance * n)) << doublings
+    def step(self, n: int) -> int:
+        """How far apart lengths near ``n`` may stay."""
+        return max(self.multiple, self.down(self.tolerance * n))
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ def _next_length(
 ) -> int:
     """The estimate, or what is nearest to it among the lengths that are still open.
 
-    A wrong estimate costs little: its distance is made up for in steps that double.
+    A wrong estimate costs little: after a few steps from it the search halves.
     """
     low, high = found.seq_len, found.ended_by.seq_len if found.ended_by else None
     by_memory, by_time = estimates.by_memory(low, high), estimates.by_time()
@@ -193,9 +193,9 @@ def _next_length(
     else:
         n = min(by_memory, by_time or by_memory)
         if not trail or trail[-1][1] == FITS:
-            n = max(n, low + grid.step(low, max(0, same - 1)))
+            n = max(n, low + grid.step(low))
         elif high:
-            n = min(n, high - grid.step(high, same - 1))
+            n = min(n, high - grid.step(high))
         if high and not low < n < high:
             # Just inside of the end that it is beyond; half way where that was tried before.
             near = high - grid.step(high) if n >= high else low + grid.step(low)
