@@ -206,7 +206,7 @@ def make_variants(shared: list[str], named: list[str], start: int, out: Path) ->
         for combination, chosen in _combinations(shared + own):
             full_name = ", ".join(filter(None, [name, " ".join(chosen)])) or _default_name(shared)
             cfg = _compose(combination, start)
-            variants.append(Variant(full_name, cfg, out / _folder(full_name, cfg)))
+            variants.append(Variant(full_name, cfg, out / _folder(cfg)))
     repeated = {v.name for v in variants if [w.name for w in variants].count(v.name) > 1}
     if repeated:
         raise ConfigError(f"--variant: the name {repeated.pop()!r} is given twice; give another")
@@ -266,7 +266,7 @@ def _decisive(cfg: DictConfig) -> str:
     return OmegaConf.to_yaml({key: plain[key] for key in DECISIVE})
 
 
-def _folder(name: str, cfg: DictConfig) -> str:
+def _folder(cfg: DictConfig) -> str:
     """By what decides the trials, so that another name for the same finds them."""
     return hashlib.sha256(_decisive(cfg).encode()).hexdigest()[:12]
 
@@ -294,7 +294,6 @@ class Search:
         self.args = args
         self.grid = Grid(args.start, args.largest, args.multiple, args.tolerance)
         self.failed: dict[tuple[str, int | None], Any] = {}
-        self.device: tuple[str, int] | None = None  # cpu or cuda, and the bytes it has
 
     def run(self) -> int:
         for variant in self.variants:
@@ -304,6 +303,7 @@ class Search:
         with ProbeRunner(self.args.out) as runner, ExitStack() as at_end:
             at_end.callback(self._write)  # also when it is interrupted
             for variant in self.variants:
+                variant.probes = ProbeStore(variant.folder).load()  # of another name, too
                 # The largest card first: what its trials allocated answers for the smaller ones.
                 for cap in sorted(self.args.caps, key=lambda c: (c is not None, -(c or 0))):
                     self._search(variant, cap, runner)
@@ -331,15 +331,14 @@ class Search:
             }
             result = runner.run(job, store.file(seq_len, cap_bytes, ".log"))
             probe = store.save(result)
-            if cap_bytes is None and probe.capacity_bytes:
-                self.device = result["device"], probe.capacity_bytes
             self._say(variant, probe, time.monotonic() - began)
             return probe
 
-        @cache
+        predicted = cache(lambda capacity_bytes: first_guess(variant.cfg, capacity_bytes))
+
         def guess(capacity_bytes: int) -> int | None:
-            on_gpu = self.device and self.device[0] == "cuda"
-            return first_guess(variant.cfg, capacity_bytes) if on_gpu else None
+            on_gpu = any(probe.device == "cuda" for probe in self._probes())
+            return predicted(capacity_bytes) if on_gpu else None
 
         found = search(
             variant.probes,
@@ -348,12 +347,15 @@ class Search:
             cap_bytes=cap,
             limit_s=self.args.limit,
             guess=guess,
-            device_bytes=self.device and self.device[1],
+            device_bytes=next((p.capacity_bytes for p in self._probes() if not p.cap_bytes), None),
         )
         if found.bound == FAILED:
             self.failed[variant.name, cap] = found
         if len(variant.probes) > known:
             self._write()
+
+    def _probes(self) -> list[Probe]:
+        return [probe for variant in self.variants for probe in variant.probes]
 
     def rows(self) -> list[Row]:
         rows = []
@@ -367,8 +369,7 @@ class Search:
         return rows
 
     def about(self) -> list[str]:
-        probes = [probe for variant in self.variants for probe in variant.probes]
-        devices = sorted({probe.device_name for probe in probes if probe.device_name})
+        devices = sorted({probe.device_name for probe in self._probes() if probe.device_name})
         return [
             f"{', '.join(devices) or 'no trial yet'}; batch 1, one whole optimizer step within "
             f"{self.args.limit:g} s; lengths to {self.args.tolerance:.0%} or {self.args.multiple} "
