@@ -70,7 +70,8 @@ def of_runs(folder: Path) -> Iterator[tuple[str, Any, int]]:
         if row.get("peak_allocated_bytes"):
             cfg = OmegaConf.load(row["path"] / ".hydra" / "config.yaml")
             cfg = with_changes(cfg, {"precision": row["precision"]})  # "auto" is resolved there
-            yield row["folder"], cfg, row["peak_allocated_bytes"]
+            name = " ".join(row["overrides"]) or row["folder"]
+            yield name, cfg, row["peak_allocated_bytes"]
 
 
 def of_table(file: Path) -> Iterator[tuple[str, Any, int]]:
