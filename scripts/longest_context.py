@@ -21,7 +21,6 @@ a CPU, where nothing is limited, the peak resident memory of the process is comp
 
 import argparse
 import hashlib
-import itertools
 import re
 import shlex
 import sys
@@ -32,9 +31,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -200,12 +196,15 @@ def make_variants(shared: list[str], named: list[str], start: int, out: Path) ->
     Raises:
         ConfigError, HydraException: the first setting that no run can use.
     """
+    from training.compose import combinations, composed, distinctions  # load PyTorch, unlike --help
+
     variants = []
     for name, own in [_split(text) for text in named] or [("", [])]:
         _check(shared + own)
-        for combination, chosen in _combinations(shared + own):
-            full_name = ", ".join(filter(None, [name, " ".join(chosen)])) or _default_name(shared)
-            cfg = _compose(combination, start)
+        jobs = combinations(shared + own)
+        for job, chosen in zip(jobs, distinctions(jobs), strict=True):
+            full_name = ", ".join(filter(None, [name, chosen])) or _default_name(shared)
+            cfg = composed([*job, f"seq_len={start}"])  # the trials replace the length
             variants.append(Variant(full_name, cfg, out / _folder(cfg)))
     repeated = {v.name for v in variants if [w.name for w in variants].count(v.name) > 1}
     if repeated:
@@ -226,39 +225,10 @@ def _check(overrides: list[str]) -> None:
             raise ConfigError(f"{override} is no setting; give key=value")
         if re.match(r"\+*(model\.)?seq_len=", override):
             raise ConfigError(f"{override}: the search decides the length; give --start, --largest")
-    cli.check_overrides(overrides)
-
-
-def _combinations(overrides: list[str]) -> list[tuple[list[str], list[str]]]:
-    """All overrides of each combination, and those of them that were lists."""
-    choices: list[list[tuple[str, bool]]] = []
-    for text, parsed in zip(
-        overrides, OverridesParser.create().parse_overrides(overrides), strict=True
-    ):
-        if parsed.is_sweep_override():
-            key = parsed.get_key_element()
-            choices.append([(f"{key}={value}", True) for value in parsed.sweep_string_iterator()])
-        else:
-            choices.append([(text, False)])
-    return [
-        ([text for text, _ in combination], [text for text, listed in combination if listed])
-        for combination in itertools.product(*choices)
-    ]
 
 
 def _default_name(overrides: list[str]) -> str:
     return " ".join(overrides) or "the default config"
-
-
-def _compose(overrides: list[str], start: int) -> DictConfig:
-    """The config of train.py, of a length that the trials replace; refused if no run can use it."""
-    from training.checks import check_config  # loads PyTorch, which --help need not wait for
-
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-        cfg = hydra.compose("train", [*overrides, f"seq_len={start}", "run_dir=."])
-    check_config(cfg)
-    return cfg
 
 
 def _decisive(cfg: DictConfig) -> str:
