@@ -245,12 +245,17 @@ def _folder(cfg: DictConfig) -> str:
 
 
 def first_guess(cfg: DictConfig, capacity_bytes: int) -> int | None:
-    """About the longest length that fits a GPU of so many bytes; None where nothing predicts it."""
+    """About the longest length that fits a GPU of so many bytes; None where prediction fails, as it
+    may for an attention of one's own: the search then doubles."""
+    from training.predict import longest_that_fits, with_changes
+
     try:
-        from training.predict import longest_that_fits
-    except ImportError:
+        cfg = with_changes(cfg, {"global_batch_tokens": "auto"})  # a trial's step is one sequence
+        return longest_that_fits(cfg, capacity_bytes)
+    except Exception as error:
+        message = report.first_line(str(error))
+        console.print(f"the memory was not predicted ({type(error).__name__}: {message})")
         return None
-    return longest_that_fits(cfg, capacity_bytes)
 
 
 class Search:

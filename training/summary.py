@@ -28,7 +28,6 @@ from training.devices import Hardware, versions
 from training.errors import ConfigError, DivergedError
 from training.memory import is_out_of_memory
 from training.out_of_memory import describe
-from training.report import place
 from training.run_folder import held, replacing, unusable
 from training.signals import sigterm_interrupts
 from training.units import in_gib
@@ -175,8 +174,8 @@ class RunSummary:
         if status == "interrupted" and not (self.run_dir / "checkpoints" / CHECKPOINT).exists():
             message = "stopped from outside, before the first checkpoint"
         if status == "oom" and self.values.get("oom_tried_bytes"):
-            where = place(self.values["oom_where"], self.values["oom_frame"])
-            message = f"{message} (in {where})"
+            where = filter(None, (self.values["oom_where"], self.values["oom_frame"]))
+            message = f"{message} (in {': '.join(where)})"
         if full_traceback_wanted():
             traceback.print_exception(error)
         label = {"error": "error", "oom": "out of memory"}.get(status, status)
