@@ -18,10 +18,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from scripts.compare_runs import find_runs
+from training.cli import explain, fail
 from training.compose import composed
+from training.errors import ConfigError
 from training.predict import predict_peak, with_changes
 from training.report import read_rows
 from training.run_folder import replacing
@@ -45,43 +49,53 @@ def main(argv: list[str] | None = None) -> int:
     for source in args.sources:
         if not source.exists():
             parser.error(f"SOURCE={source} does not exist; give a run, a sweep or a CSV file")
-        for name, cfg, measured in of_table(source) if source.is_file() else of_runs(source):
-            predicted = predict_peak(cfg).peak_bytes
-            rows.append(
-                {
-                    "run": name,
-                    "measured_gib": f"{measured / GIB:.3f}",
-                    "predicted_gib": f"{predicted / GIB:.3f}",
-                    "ratio": f"{predicted / measured:.3f}",
-                }
-            )
-            print(*rows[-1].values(), sep="  ")
-    if not rows:
+        try:
+            for name, cfg, measured in of_table(source) if source.is_file() else of_runs(source):
+                rows.append(compared(name, predict_peak(cfg).peak_bytes, measured))
+                print(*rows[-1].values(), sep="  ")
+        except (ConfigError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
+            what = explain(error) if isinstance(error, HydraException) else str(error)
+            fail(f"SOURCE={source}: {what}")
+    ratios = [float(row["ratio"]) for row in rows if row["ratio"]]
+    if not ratios:
         parser.error("no SOURCE holds a peak that was measured on a GPU")
     write(rows, args.out)
-    worst = max(abs(float(row["ratio"]) - 1) for row in rows)
-    print(f"{len(rows)} runs, largest error {worst:.1%}")
+    worst = max(abs(ratio - 1) for ratio in ratios)
+    print(f"{len(ratios)} runs, largest error {worst:.1%}; {len(rows) - len(ratios)} out of memory")
     return 0
+
+
+def compared(name: str, predicted: int, measured: int | None) -> dict[str, str]:
+    """A row of the table; ``measured``: None of what ran out of memory."""
+    return {
+        "run": name,
+        "measured_gib": f"{measured / GIB:.3f}" if measured else "out of memory",
+        "predicted_gib": f"{predicted / GIB:.3f}",
+        "ratio": f"{predicted / measured:.3f}" if measured else "",
+    }
 
 
 def of_runs(folder: Path) -> Iterator[tuple[str, Any, int]]:
     """Name, config and measured bytes of the runs in or below a folder that measured a GPU."""
     for row in read_rows(find_runs(folder)):
-        if row.get("peak_allocated_bytes"):
+        if row.get("peak_allocated_bytes") and row["status"] in ("ok", "oom"):
             cfg = OmegaConf.load(row["path"] / ".hydra" / "config.yaml")
             cfg = with_changes(cfg, {"precision": row["precision"]})  # "auto" is resolved there
-            yield row["folder"], cfg, row["peak_allocated_bytes"]
+            name = " ".join(row["overrides"]) or row["folder"]
+            yield name, cfg, row["peak_allocated_bytes"]
 
 
-def of_table(file: Path) -> Iterator[tuple[str, Any, int]]:
-    """Name, config and measured bytes of the rows of a CSV file that measured a GPU."""
+def of_table(file: Path) -> Iterator[tuple[str, Any, int | None]]:
+    """Name, config and measured bytes of the rows of a CSV file that measured a GPU, or that ran
+    out of its memory (None)."""
     with open(file, newline="", encoding="utf-8") as opened:
         for row in csv.DictReader(opened):
             gib = row.get("peak_allocated_gib")
             measured = row.get("peak_allocated_bytes") or (gib and float(gib) * GIB)
-            if measured:
+            if row.get("status") == "oom" or measured:
                 overrides = _overrides(row)
-                yield " ".join(overrides), composed(overrides), int(float(measured))
+                peak = None if row.get("status") == "oom" else int(float(measured))
+                yield " ".join(overrides), composed(overrides), peak
 
 
 def _overrides(row: dict[str, str]) -> list[str]:
@@ -96,7 +110,10 @@ def _overrides(row: dict[str, str]) -> list[str]:
 def write(rows: list[dict[str, str]], out: Path) -> None:
     """The table as OUT.csv and OUT.md."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(out.with_name(f"{out.name}.csv")) as partial, open(partial, "w") as file:
+    with (
+        replacing(out.with_name(f"{out.name}.csv")) as partial,
+        open(partial, "w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)

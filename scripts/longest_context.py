@@ -21,7 +21,6 @@ a CPU, where nothing is limited, the peak resident memory of the process is comp
 
 import argparse
 import hashlib
-import itertools
 import re
 import shlex
 import sys
@@ -32,9 +31,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import hydra
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -200,13 +196,16 @@ def make_variants(shared: list[str], named: list[str], start: int, out: Path) ->
     Raises:
         ConfigError, HydraException: the first setting that no run can use.
     """
+    from training.compose import combinations, composed, distinctions  # load PyTorch, unlike --help
+
     variants = []
     for name, own in [_split(text) for text in named] or [("", [])]:
         _check(shared + own)
-        for combination, chosen in _combinations(shared + own):
-            full_name = ", ".join(filter(None, [name, " ".join(chosen)])) or _default_name(shared)
-            cfg = _compose(combination, start)
-            variants.append(Variant(full_name, cfg, out / _folder(full_name, cfg)))
+        jobs = combinations(shared + own)
+        for job, chosen in zip(jobs, distinctions(jobs), strict=True):
+            full_name = ", ".join(filter(None, [name, chosen])) or _default_name(shared)
+            cfg = composed([*job, f"seq_len={start}"])  # the trials replace the length
+            variants.append(Variant(full_name, cfg, out / _folder(cfg)))
     repeated = {v.name for v in variants if [w.name for w in variants].count(v.name) > 1}
     if repeated:
         raise ConfigError(f"--variant: the name {repeated.pop()!r} is given twice; give another")
@@ -226,39 +225,10 @@ def _check(overrides: list[str]) -> None:
             raise ConfigError(f"{override} is no setting; give key=value")
         if re.match(r"\+*(model\.)?seq_len=", override):
             raise ConfigError(f"{override}: the search decides the length; give --start, --largest")
-    cli.check_overrides(overrides)
-
-
-def _combinations(overrides: list[str]) -> list[tuple[list[str], list[str]]]:
-    """All overrides of each combination, and those of them that were lists."""
-    choices: list[list[tuple[str, bool]]] = []
-    for text, parsed in zip(
-        overrides, OverridesParser.create().parse_overrides(overrides), strict=True
-    ):
-        if parsed.is_sweep_override():
-            key = parsed.get_key_element()
-            choices.append([(f"{key}={value}", True) for value in parsed.sweep_string_iterator()])
-        else:
-            choices.append([(text, False)])
-    return [
-        ([text for text, _ in combination], [text for text, listed in combination if listed])
-        for combination in itertools.product(*choices)
-    ]
 
 
 def _default_name(overrides: list[str]) -> str:
     return " ".join(overrides) or "the default config"
-
-
-def _compose(overrides: list[str], start: int) -> DictConfig:
-    """The config of train.py, of a length that the trials replace; refused if no run can use it."""
-    from training.checks import check_config  # loads PyTorch, which --help need not wait for
-
-    GlobalHydra.instance().clear()
-    with hydra.initialize_config_dir(str(cli.CONFIGS), version_base="1.3"):
-        cfg = hydra.compose("train", [*overrides, f"seq_len={start}", "run_dir=."])
-    check_config(cfg)
-    return cfg
 
 
 def _decisive(cfg: DictConfig) -> str:
@@ -266,7 +236,7 @@ def _decisive(cfg: DictConfig) -> str:
     return OmegaConf.to_yaml({key: plain[key] for key in DECISIVE})
 
 
-def _folder(name: str, cfg: DictConfig) -> str:
+def _folder(cfg: DictConfig) -> str:
     """By what decides the trials, so that another name for the same finds them."""
     return hashlib.sha256(_decisive(cfg).encode()).hexdigest()[:12]
 
@@ -275,12 +245,17 @@ def _folder(name: str, cfg: DictConfig) -> str:
 
 
 def first_guess(cfg: DictConfig, capacity_bytes: int) -> int | None:
-    """About the longest length that fits a GPU of so many bytes; None where nothing predicts it."""
+    """About the longest length that fits a GPU of so many bytes; None where prediction fails, as it
+    may for an attention of one's own: the search then doubles."""
+    from training.predict import longest_that_fits, with_changes
+
     try:
-        from training.predict import longest_that_fits
-    except ImportError:
+        cfg = with_changes(cfg, {"global_batch_tokens": "auto"})  # a trial's step is one sequence
+        return longest_that_fits(cfg, capacity_bytes)
+    except Exception as error:
+        message = report.first_line(str(error))
+        console.print(f"the memory was not predicted ({type(error).__name__}: {message})")
         return None
-    return longest_that_fits(cfg, capacity_bytes)
 
 
 class Search:
@@ -294,7 +269,6 @@ class Search:
         self.args = args
         self.grid = Grid(args.start, args.largest, args.multiple, args.tolerance)
         self.failed: dict[tuple[str, int | None], Any] = {}
-        self.device: tuple[str, int] | None = None  # cpu or cuda, and the bytes it has
 
     def run(self) -> int:
         for variant in self.variants:
@@ -304,6 +278,7 @@ class Search:
         with ProbeRunner(self.args.out) as runner, ExitStack() as at_end:
             at_end.callback(self._write)  # also when it is interrupted
             for variant in self.variants:
+                variant.probes = ProbeStore(variant.folder).load()  # of another name, too
                 # The largest card first: what its trials allocated answers for the smaller ones.
                 for cap in sorted(self.args.caps, key=lambda c: (c is not None, -(c or 0))):
                     self._search(variant, cap, runner)
@@ -331,15 +306,14 @@ class Search:
             }
             result = runner.run(job, store.file(seq_len, cap_bytes, ".log"))
             probe = store.save(result)
-            if cap_bytes is None and probe.capacity_bytes:
-                self.device = result["device"], probe.capacity_bytes
             self._say(variant, probe, time.monotonic() - began)
             return probe
 
-        @cache
+        predicted = cache(lambda capacity_bytes: first_guess(variant.cfg, capacity_bytes))
+
         def guess(capacity_bytes: int) -> int | None:
-            on_gpu = self.device and self.device[0] == "cuda"
-            return first_guess(variant.cfg, capacity_bytes) if on_gpu else None
+            on_gpu = any(probe.device == "cuda" for probe in self._probes())
+            return predicted(capacity_bytes) if on_gpu else None
 
         found = search(
             variant.probes,
@@ -348,12 +322,15 @@ class Search:
             cap_bytes=cap,
             limit_s=self.args.limit,
             guess=guess,
-            device_bytes=self.device and self.device[1],
+            device_bytes=next((p.capacity_bytes for p in self._probes() if not p.cap_bytes), None),
         )
         if found.bound == FAILED:
             self.failed[variant.name, cap] = found
         if len(variant.probes) > known:
             self._write()
+
+    def _probes(self) -> list[Probe]:
+        return [probe for variant in self.variants for probe in variant.probes]
 
     def rows(self) -> list[Row]:
         rows = []
@@ -367,8 +344,7 @@ class Search:
         return rows
 
     def about(self) -> list[str]:
-        probes = [probe for variant in self.variants for probe in variant.probes]
-        devices = sorted({probe.device_name for probe in probes if probe.device_name})
+        devices = sorted({probe.device_name for probe in self._probes() if probe.device_name})
         return [
             f"{', '.join(devices) or 'no trial yet'}; batch 1, one whole optimizer step within "
             f"{self.args.limit:g} s; lengths to {self.args.tolerance:.0%} or {self.args.multiple} "

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.multiple < 1:
         parser.error(f"--multiple={args.multiple} must be at least 1")
     # Imported here: PyTorch takes seconds that --help need not wait for.
-    from training.compose import combinations, composed
+    from training.compose import combinations, composed, distinctions
 
     try:
         size = card_bytes(args.card)
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         rows = [_row(cfg, size, 0 if args.no_longest else args.multiple) for cfg in configs]
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         fail(str(error) if isinstance(error, ConfigError) else explain(error))
-    table = _table(_names(jobs), rows, args.card, size)
+    table = _table(distinctions(jobs), rows, args.card, size)
     print("peak of a training step on a GPU, in GiB")
     print(
         _aligned(table if len(jobs) > 1 else [list(line) for line in zip(*table, strict=True)][1:])
@@ -69,12 +69,6 @@ def _row(cfg, size: int, multiple: int) -> dict[str, int]:
     prediction = predict_peak(cfg)
     row = {"peak": prediction.peak_bytes, **prediction.parts}
     return row | ({"longest": longest_that_fits(cfg, size, multiple)} if multiple else {})
-
-
-def _names(jobs: list[list[str]]) -> list[str]:
-    """What tells the combinations apart."""
-    shared = set(jobs[0]).intersection(*jobs)
-    return [" ".join(o for o in job if o not in shared) for job in jobs]
 
 
 def _table(names: list[str], rows: list[dict[str, int]], card: str, size: int) -> list[list[str]]:

@@ -28,6 +28,12 @@ def combinations(overrides: list[str]) -> list[list[str]]:
     return [list(job) for job in product(*choices)]
 
 
+def distinctions(jobs: list[list[str]]) -> list[str]:
+    """What tells each combination from the others."""
+    shared = set(jobs[0]).intersection(*jobs)
+    return [" ".join(o for o in job if o not in shared) for job in jobs]
+
+
 def composed(overrides: list[str]) -> DictConfig:
     """The config of a run with these overrides, checked. It has no folder.
 

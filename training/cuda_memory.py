@@ -48,15 +48,13 @@ _SCRATCH = {
 
 
 class LikeCuda(TorchFunctionMode):
-    """As a context: CPU tensors say that they are on a GPU, and a softmax in float32 of a float16
-    tensor (not of a bfloat16 one) reads it as it is, instead of a copy in float32."""
+    """As a context: a softmax in float32 of a float16 tensor (not of a bfloat16 one) reads it as it
+    is, instead of a copy in float32; and fake tensors have a value where Adam asks for one."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func == torch.Tensor.is_cuda.__get__:
-            return True
         if func == torch.Tensor.item:  # Adam asks for the number of its steps
             return 1.0
         if func in _SOFTMAXES and kwargs.get("dtype") == torch.float32:

@@ -74,8 +74,9 @@ def _what_for(probe: Probe) -> str:
     if not probe.oom_tried_bytes:
         return f" ({report.first_line(probe.message or '')})"
     return (
-        f" (for {in_gib(probe.oom_tried_bytes)} GiB in {probe.oom_where}, {probe.oom_frame}, "
-        f"beside {in_gib(probe.oom_allocated_bytes)} GiB)"
+        f" for {in_gib(probe.oom_tried_bytes)} GiB in "
+        f"{report.place(probe.oom_where, probe.oom_frame)} "
+        f"beside {in_gib(probe.oom_allocated_bytes)} GiB"
     )
 
 

@@ -33,6 +33,7 @@ class Probe:
     allocated_bytes: int | None = None
     reserved_bytes: int | None = None
     capacity_bytes: int | None = None
+    device: str | None = None  # cpu or cuda
     device_name: str | None = None
     message: str | None = None
     oom_tried_bytes: int | None = None
@@ -94,9 +95,9 @@ class Grid:
     def down(self, n: float) -> int:
         return int(n // self.multiple) * self.multiple
 
-    def step(self, n: int, doublings: int = 0) -> int:
-        """How far apart lengths near ``n`` may stay; times two for each doubling."""
-        return max(self.multiple, self.down(self.tolerance * n)) << doublings
+    def step(self, n: int) -> int:
+        """How far apart lengths near ``n`` may stay."""
+        return max(self.multiple, self.down(self.tolerance * n))
 
 
 @dataclass(frozen=True)
@@ -138,7 +139,7 @@ def search(
             Two or three trials then do, where doubling and halving take a dozen.
         device_bytes: what the whole device has to allocate, where it is known before any trial.
     """
-    trail: list[str] = []  # what this search's own trials said
+    trail: list[tuple[int, str]] = []  # this search's own trials: length, what it said
     while True:
         found = answer(probes, grid, cap_bytes, limit_s)
         if found.bound != "searching":
@@ -151,7 +152,7 @@ def search(
         said = verdict(probe, cap_bytes, limit_s)
         if said == FAILED:
             return Answer(found.longest, FAILED, probe)
-        trail.append(said)
+        trail.append((n, said))
 
 
 def answer(probes: Iterable[Probe], grid: Grid, cap_bytes: int | None, limit_s: float) -> Answer:
@@ -175,10 +176,12 @@ def _bracket(
     return low, min(above, key=lambda p: p.seq_len, default=None)
 
 
-def _next_length(found: Answer, grid: Grid, estimates: "_Estimates", trail: list[str]) -> int:
+def _next_length(
+    found: Answer, grid: Grid, estimates: "_Estimates", trail: list[tuple[int, str]]
+) -> int:
     """The estimate, or what is nearest to it among the lengths that are still open.
 
-    A wrong estimate costs little: its distance is made up for in steps that double.
+    A wrong estimate costs little: after a few steps from it the search halves.
     """
     low, high = found.seq_len, found.ended_by.seq_len if found.ended_by else None
     by_memory, by_time = estimates.by_memory(low, high), estimates.by_time()
@@ -189,10 +192,10 @@ def _next_length(found: Answer, grid: Grid, estimates: "_Estimates", trail: list
             n = min(n, max(by_time, low + grid.step(low)))
     else:
         n = min(by_memory, by_time or by_memory)
-        if not trail or trail[-1] == FITS:
-            n = max(n, low + grid.step(low, max(0, same - 1)))
+        if not trail or trail[-1][1] == FITS:
+            n = max(n, low + grid.step(low))
         elif high:
-            n = min(n, high - grid.step(high, same - 1))
+            n = min(n, high - grid.step(high))
         if high and not low < n < high:
             # Just inside of the end that it is beyond; half way where that was tried before.
             near = high - grid.step(high) if n >= high else low + grid.step(low)
@@ -210,11 +213,12 @@ def _middle(low: int, high: int) -> float:
     return (low + high) / 2 if high <= 4 * low else math.sqrt(max(low, high / 16) * high)
 
 
-def _same_at_end(trail: list[str]) -> int:
-    """How many of the last trials all fitted, or all did not."""
+def _same_at_end(trail: list[tuple[int, str]]) -> int:
+    """How many of the last trials, near each other, all fitted, or all did not."""
     count = 0
-    for said in reversed(trail):
-        if (said == FITS) != (trail[-1] == FITS):
+    for n, said in reversed(trail):
+        last, last_said = trail[-1]
+        if (said == FITS) != (last_said == FITS) or not 0.8 * last < n < 1.25 * last:
             break
         count += 1
     return count

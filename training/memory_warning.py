@@ -67,7 +67,10 @@ def _advice(cfg: DictConfig, fits: Callable[[DictConfig], bool], available: int)
     longest = longest_that_fits(with_changes(cfg, together), available, MULTIPLE)
     given = f" with {_typed(together)}" if together else ""
     if longest:
-        return f"seq_len={longest}{given} would make it fit"
+        shorter = {"seq_len": longest}
+        if not fits(with_changes(cfg, together | shorter)):  # several would go into a forward pass
+            shorter["micro_batch_tokens"] = longest
+        return f"{_typed(shorter)}{given} would make it fit"
     return f"no seq_len that is a multiple of {MULTIPLE} would make it fit{given}"
 
 

@@ -98,7 +98,7 @@ def limit_memory(device: torch.device, cap_bytes: int | None) -> int:
             f"a cap of {in_gib(cap_bytes)} GiB is more than the {in_gib(total)} GiB of this device"
         )
     if device.type == "cuda":
-        torch.cuda.set_per_process_memory_fraction(cap_bytes / total, device)
+        torch.cuda.set_per_process_memory_fraction(cap_bytes / total)
     return cap_bytes
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from scripts import longest_context
 from scripts.longest_context import make_variants, parse
+from training import predict
 from training.probe_process import ProbeRunner
 from training.units import GIB
 
@@ -48,12 +49,13 @@ class Device(ProbeRunner):
 
     asked: ClassVar[list[tuple[bool, int, int | None]]] = []
     crash: int | None = None
+    kind = "cpu"
 
     def run(self, job, log):
         n, cap = job["seq_len"], job["cap_bytes"]
         naive = "NaiveAttention" in Path(job["config"]).read_text()
         self.asked.append((naive, n, cap))
-        about = {k: job[k] for k in ("seq_len", "cap_bytes", "limit_s")} | {"device": "cpu"}
+        about = {k: job[k] for k in ("seq_len", "cap_bytes", "limit_s")} | {"device": self.kind}
         if n == self.crash:
             return about | {"status": "error", "message": "killed by SIGSEGV; last line: oh"}
         used = GIB + (n * n * 2**10 if naive else n * 2**20)
@@ -104,6 +106,39 @@ def test_each_variant_gets_its_longest_length_on_each_card(device, tmp_path, cap
     assert longest_context.main([*arguments, "--tolerance=0", "--start=4096"]) == 0
     assert device.asked == []  # all is known
     assert table(out) == rows
+
+
+def test_on_a_gpu_the_prediction_is_tried_first(device, tmp_path, monkeypatch):
+    def longest_that_fits(cfg, card_bytes):
+        assert (card_bytes, cfg.global_batch_tokens) == (40 * GIB, "auto")  # as a trial's step
+        return 6200 if "Naive" in cfg.attention._target_ else 39_900
+
+    monkeypatch.setattr(predict, "longest_that_fits", longest_that_fits)
+    monkeypatch.setattr(Device, "kind", "cuda")
+    arguments = ["attention=naive,flash_v1", "global_batch_tokens=2048", f"--out={tmp_path}"]
+    assert longest_context.main(arguments) == 0
+    # The device has to be known first; a step above what fits ends a search.
+    assert [n for naive, n, _ in device.asked if naive] == [1024, 6144, 6400]
+    assert [n for naive, n, _ in device.asked if not naive] == [39_680, 40_448]
+
+
+def test_the_search_goes_on_without_a_prediction_that_fails(device, tmp_path, monkeypatch, capsys):
+    def longest_that_fits(cfg, card_bytes):
+        raise RuntimeError("no fake tensor\nand more")
+
+    monkeypatch.setattr(predict, "longest_that_fits", longest_that_fits)
+    monkeypatch.setattr(Device, "kind", "cuda")
+    assert longest_context.main(["attention=naive", f"--out={tmp_path}"]) == 0
+    said = capsys.readouterr().out
+    assert said.count("the memory was not predicted (RuntimeError: no fake tensor)\n") == 1
+    assert table(tmp_path)[0]["longest_seq_len"] == "6144"
+
+
+def test_two_names_of_one_config_share_their_trials(device, tmp_path):
+    named = ["--variant=a: attention=naive", "--variant=b: attention=naive"]
+    assert longest_context.main([*named, f"--out={tmp_path}"]) == 0
+    assert len(set(device.asked)) == len(device.asked)
+    assert len({row["longest_seq_len"] for row in table(tmp_path)}) == 1
 
 
 def test_a_crash_is_a_row_that_says_so_and_the_next_goes_on(device, tmp_path, capsys, monkeypatch):

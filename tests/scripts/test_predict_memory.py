@@ -103,10 +103,11 @@ def table(out: Path) -> list[dict[str, str]]:
 def test_a_table_of_measured_peaks_is_compared_row_by_row(by_hand, tmp_path, capsys):
     source = tmp_path / "measured.csv"
     source.write_text(
-        "attention,seq_len,precision,model.n_layer,tokens_per_step,peak_allocated_gib\n"
-        "naive,2048,32-true,2,4096,5.0\n"
-        "flash_v1,1024,bf16-mixed,,,2.5\n"
-        "flash_v1,4096,bf16-mixed,,,\n"  # it ran out of memory
+        "attention,seq_len,precision,model.n_layer,tokens_per_step,peak_allocated_gib,status\n"
+        "naive,2048,32-true,2,4096,5.0,ok\n"
+        "flash_v1,1024,bf16-mixed,,,2.5,\n"
+        "flash_v1,4096,bf16-mixed,,,2.0,oom\n"  # what was allocated then is no peak
+        "flash_v1,4096,bf16-mixed,,,,refused\n"
     )
     out = tmp_path / "new" / "prediction"
     assert check_prediction.main([str(source), f"--out={out}"]) == 0
@@ -114,12 +115,13 @@ def test_a_table_of_measured_peaks_is_compared_row_by_row(by_hand, tmp_path, cap
     assert [(row["measured_gib"], row["predicted_gib"], row["ratio"]) for row in rows] == [
         ("5.000", "4.000", "0.800"),
         ("2.500", "3.000", "1.200"),
+        ("out of memory", "6.000", ""),
     ]
     assert "model.n_layer=2" in rows[0]["run"]
     assert "global_batch_tokens=4096" in rows[0]["run"]
-    assert by_hand == [(2048, "32-true"), (1024, "bf16-mixed")]
+    assert by_hand == [(2048, "32-true"), (1024, "bf16-mixed"), (4096, "bf16-mixed")]
     assert "| 2.500 | 3.000 | 1.200 |" in Path(f"{out}.md").read_text()
-    assert "2 runs, largest error 20.0%" in capsys.readouterr().out
+    assert "2 runs, largest error 20.0%; 1 out of memory" in capsys.readouterr().out
 
 
 def test_runs_are_predicted_from_the_config_in_their_folder(by_hand, tmp_path):
@@ -134,6 +136,18 @@ def test_runs_are_predicted_from_the_config_in_their_folder(by_hand, tmp_path):
     (row,) = table(out)
     assert (row["run"], row["ratio"]) == ("0_a", "1.000")
     assert by_hand == [(2048, "32-true")]
+
+
+def test_a_row_that_no_run_can_be_is_refused_in_a_sentence(tmp_path, capsys):
+    source = tmp_path / "measured.csv"
+    source.write_text("attention,seq_len,peak_allocated_gib\nnothing,2048,5.0\n")
+    with pytest.raises(SystemExit) as stop:
+        check_prediction.main([str(source), f"--out={tmp_path / 'out'}"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert f"SOURCE={source}: " in said
+    assert "attention=nothing" in said
+    assert "Traceback" not in said
 
 
 def test_a_source_without_a_measured_gpu_is_refused(by_hand, tmp_path, capsys):

@@ -76,7 +76,7 @@ ONE = "micro_batch_tokens=8192"
         # one alone is not enough
         (24.5, ["attention=naive", ONE], "attention=flash_v1 loss=chunked would"),
         # 2 + 3 n / 8192 GiB at best: 2730 tokens, rounded down
-        (3, [ONE], "seq_len=2048 with loss=chunked model.activation_checkpointing=block"),
+        (3, [ONE], "seq_len=2048 micro_batch_tokens=2048 with loss=chunked model.activation_check"),
         (2.1, [ONE], "no seq_len that is a multiple of 1024"),
     ],
 )

@@ -124,6 +124,14 @@ def test_a_second_micro_batch_finds_the_gradients_of_the_first():
     assert 0.5 * 4 * n_params < two - one < 1.1 * 4 * n_params
 
 
+def test_scores_in_float16_are_not_copied_to_float32_and_those_in_bfloat16_are():
+    # On a GPU. Backward of the softmax then makes its result in half precision: 2 bytes less.
+    n = 8192
+    scores = HEADS * n**2
+    half, brain = (peak(n, "attention=naive", f"precision={p}") for p in ("16-mixed", "bf16-mixed"))
+    assert brain - half == pytest.approx(2 * scores, rel=0.02)
+
+
 # Measured on one NVIDIA H200 (results/h200_gpt2_small_8k.csv): torch.cuda.max_memory_allocated.
 @pytest.mark.parametrize(("attention", "gib"), [("flash_v1", 4.122), ("naive", 65.873)])
 def test_the_peak_is_the_measured_one(attention, gib):
@@ -233,10 +241,11 @@ def test_scratch_counts_while_the_operation_runs():
 def test_gradients_of_one_tensor_are_summed_in_place():
     x = torch.ones(1024, requires_grad=True)
     y = x * 1
+    loss = (y * 2 + y * 3).sum()
     with Ledger("cpu", no_scratch) as ledger:
-        (y.sin() + y.cos()).sum().backward()
-    # sin(y), cos(y), their sum; backward: with the two products at most four at a time
-    assert ledger.peak.total() <= 4 * 4096 + 4 * 512
+        loss.backward()
+    # The gradients of y: two, and no third for their sum. That of the loss is one number.
+    assert 2 * 4096 <= ledger.peak.total() < 3 * 4096
 
 
 def test_the_parts_of_a_model_in_forward_and_in_backward():
