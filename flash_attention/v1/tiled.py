@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_attention import dropout, launch, masks
+from flash_attention import dropout, launch, masks, softmax
 
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -57,18 +57,12 @@ def forward(
             r1 = min(r0 + block_q, nq)
             mask = _mask(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
             s = _scores(qg[..., r0:r1, :].to(acc), kj, scale2, mask)  # lines 8 to 11
-            m_old, l_old = m[..., r0:r1], l[..., r0:r1]
-            m_new = torch.maximum(m_old, s.amax(dim=-1))
-            shift = _finite(m_new)
-            p = torch.exp2(s - shift[..., None])  # line 12
-            carried = torch.exp2(m_old - shift) * l_old  # what the old sum is worth now
-            l_new = carried + p.sum(dim=-1)  # line 13
+            keep = None
             if dropout_p > 0.0:  # line 14
-                p = p * _keep(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
-            inv = _inverse(l_new)
-            o[..., r0:r1, :] *= (carried * inv)[..., None]  # line 15
-            o[..., r0:r1, :] += (p * inv[..., None]) @ vj
-            l[..., r0:r1], m[..., r0:r1] = l_new, m_new  # line 16
+                keep = _keep(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
+            rows = softmax.State(m[..., r0:r1], l[..., r0:r1], o[..., r0:r1, :])
+            rows = softmax.update(rows, s, vj, keep, torch.exp2)  # lines 10 to 15
+            m[..., r0:r1], l[..., r0:r1], o[..., r0:r1, :] = rows  # lines 15 and 16
     return result, m.flatten(1, 2), l.flatten(1, 2)
 
 
@@ -99,7 +93,7 @@ def backward(
     grouped = (batch, kv_heads, heads // kv_heads, nq)
     acc = m.dtype
     qg, og, dog = (t.unflatten(1, grouped[1:3]) for t in (q, o, do))
-    mg, lg = _finite(m).view(grouped), _inverse(l).view(grouped)
+    mg, lg = softmax.finite(m).view(grouped), softmax.inverse(l).view(grouped)
 
     dq = launch.seq_major(q, acc, fill=0.0).unflatten(1, grouped[1:3])  # line 5
     dk, dv = (launch.seq_major(t, acc, fill=0.0) for t in (k, v))
@@ -186,13 +180,3 @@ def _keep(
     rows = masks.positions(r0, r1, seed.device)[:, None]
     kept = dropout.keep_mask(seed, dropout_p, head, rows, c0, c1)
     return kept.to(acc) * dropout.keep_scale(dropout_p)
-
-
-def _finite(m: Tensor) -> Tensor:
-    """m with 0 for rows that have seen no key: -inf - -inf would be NaN."""
-    return torch.where(m == float("-inf"), 0.0, m)
-
-
-def _inverse(l: Tensor) -> Tensor:
-    """1/l, and 0 for rows that have seen no key."""
-    return 1.0 / torch.where(l == 0.0, float("inf"), l)
