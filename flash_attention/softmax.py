@@ -1,7 +1,7 @@
 """Softmax, from three passes over a row to a state that takes in keys block by block.
 
-The softmax of scores s_1 ... s_N is p_i = e^(s_i - m) / l with m = max_i s_i, l = sum_i e^(s_i - m);
-any m gives the same p, the maximum is the one that cannot overflow. Attention is o = sum_i p_i v_i.
+The softmax of scores s_1 ... s_N is p_i = e^(s_i - m) / l with l = sum_i e^(s_i - m). Any m gives
+the same p; with the maximum nothing overflows. Attention is o = sum_i p_i v_i.
 The functions below go from that definition to the recurrence of FlashAttention (arXiv:2205.14135,
 section 3.1; the online softmax is Milakov and Gimelshein's, arXiv:1805.02867). ``v1/tiled.py`` runs
 :func:`update`; the Triton kernels are the same lines.
@@ -65,8 +65,8 @@ def advance(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Take scores s ``[..., R, C]`` into the statistics m, l ``[..., R]``.
 
-    Returns the new m and l, p = e^(s - m) ``[..., R, C]``, and the factor e^(m_old - m) ``[..., R]``
-    by which everything summed before is to be multiplied.
+    Returns the new m and l, p = e^(s - m) ``[..., R, C]``, and the factor e^(m_old - m)
+    ``[..., R]`` by which everything summed before is to be multiplied.
     """
     m_new = torch.maximum(m, s.amax(dim=-1))
     shift = finite(m_new)

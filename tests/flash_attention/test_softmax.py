@@ -4,6 +4,7 @@ Scores are integers and the exponential is 2^s, so that every weight is a ration
 Python's fractions hold exactly; sums within float64's 53 bits must then be equal to the last bit.
 """
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -17,7 +18,7 @@ from flash_attention import softmax
 
 NONE = float("-inf")  # the score of a key that the row may not see
 scores = st.lists(st.integers(-20, 20) | st.just(NONE), min_size=1, max_size=24)
-few = settings(max_examples=60, deadline=None, derandomize=True, database=None)
+few = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 
 
 def exact(row: list, values: list[int]) -> tuple[float, Fraction, Fraction]:
@@ -36,7 +37,7 @@ def parts(row: list, values: list[int], cuts: set[int]) -> list[tuple[Tensor, Te
     edges = [0, *sorted(c for c in cuts if 0 < c < len(row)), len(row)]
     s = torch.tensor([row], dtype=torch.float64)
     v = torch.tensor(values, dtype=torch.float64)[:, None]
-    return [(s[:, a:b], v[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    return [(s[:, a:b], v[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def nothing(s: Tensor) -> softmax.State:
@@ -55,8 +56,8 @@ def assert_exact(state: softmax.State, row: list, values: list[int]) -> None:
 def split_rows(draw):
     row = draw(scores)
     values = draw(st.lists(st.integers(-9, 9), min_size=len(row), max_size=len(row)))
-    cuts = draw(st.sets(st.integers(1, 23)))
-    return row, [*values[:-1], values[-1] or 1], cuts
+    cuts = draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))
+    return row, [*values[:-1], values[-1] or 1], {i for i, cut in enumerate(cuts) if cut}
 
 
 @few
@@ -134,10 +135,10 @@ def test_dropped_weights_leave_the_sum_and_count_in_the_output():
         torch.zeros(1, 4, dtype=torch.float64),
         torch.tensor([[1.0], [2.0], [4.0], [8.0]]).double(),
     )
-    keep = torch.tensor([[2.0, 0.0, 0.0, 2.0]]).double()  # p = 1/2
+    keep = torch.tensor([[4.0, 0.0, 0.0, 4.0]]).double()  # of probability 3/4
     state = nothing(s)
     for i in (0, 2):
         block = slice(i, i + 2)
         state = softmax.update(state, s[:, block], v[block], keep[:, block])
     assert state.l.item() == 4
-    assert state.o.item() == (2 * 1 + 2 * 8) / 4
+    assert state.o.item() == (4 * 1 + 4 * 8) / 4
