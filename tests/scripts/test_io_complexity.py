@@ -70,6 +70,9 @@ def test_one_kernel_is_looked_at_alone():
 
 
 def test_the_probe_runs_the_case():
+    assert io_complexity.probe(Case("naive", 1, 2, 64, 32, False))[3:] == [
+        "--attention=naive", "--batch=1", "--heads=2", "--seq-len=64", "--head-dim=32",
+    ]  # fmt: skip
     case = Case("flash_v1", 1, 2, 64, 32, True, 16, 32, "_forward_kernel")
     *_, module = io_complexity.probe(case)[:3]
     assert module == "scripts.io_probe"
