@@ -61,6 +61,29 @@ def test_an_unknown_unit_a_missing_metric_and_a_missing_value_are_named():
         ncu.parse(page(BASE, [*row[:-1], "n/a"]))
 
 
+def test_a_program_is_profiled_into_a_report_that_is_then_read(tmp_path, monkeypatch):
+    shown = page(BASE, ["0", "_forward_kernel", "1", "2", *["0"] * 6, "3"])
+    fake = tmp_path / "ncu"
+    fake.write_text(
+        f"""#!{sys.executable}
+import pathlib, sys
+a = sys.argv
+if "-i" in a:
+    assert pathlib.Path(a[a.index("-i") + 1]).read_text() == "python -m x"
+    assert a[a.index("--page") + 1] == "raw" and a[a.index("--print-units") + 1] == "base"
+    print({shown!r})
+else:
+    assert a[a.index("--cache-control") + 1] == "none"
+    at = a.index("-o") + 1
+    pathlib.Path(a[at] + ".ncu-rep").write_text(" ".join(a[at + 1:]))
+"""
+    )
+    fake.chmod(0o755)
+    monkeypatch.setattr(ncu, "find", lambda: str(fake))
+    (kernel,) = ncu.profile(["python", "-m", "x"], cache_control="none")
+    assert (kernel.name, kernel.dram_read, kernel.dram_written) == ("_forward_kernel", 1, 2)
+
+
 def test_what_ncu_says_when_it_fails_is_passed_on(tmp_path, monkeypatch):
     fake = tmp_path / "ncu"
     fake.write_text(f"#!{sys.executable}\nprint('==ERROR== ERR_NVGPUCTRPERM'); raise SystemExit(1)")

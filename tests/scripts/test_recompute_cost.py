@@ -16,7 +16,7 @@ def compare_with_naive(device: torch.device, dtype: torch.dtype, n: int, head_di
     q, k, v, do = make_inputs(1, 1, 1, n, n, head_dim, dtype, device)
     with torch.no_grad():  # later keys have larger scores: the maximum rises from block to block
         k *= torch.linspace(0.2, 2.0, n, device=device)[:, None].to(dtype)
-    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.03)
+    tolerance = dict(rtol=1e-4, atol=1e-5) if dtype == torch.float32 else dict(rtol=0.02, atol=0.05)
     for causal in (False, True):
         want = results(naive_attention, *upcast(q, k, v, do), causal=causal)
         for form in (kp.kept_p_attention, kp.recomputed_p_attention):
