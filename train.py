@@ -35,6 +35,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
     from training.console import quiet
     from training.devices import check_offload, resolve_hardware
     from training.loggers import make_loggers, wandb_id
+    from training.memory_warning import warn_if_too_large
     from training.resume import check_same_run, find_checkpoint
     from training.sample import print_sample
     from training.summary import RunSummary, announce
@@ -60,6 +61,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
         }
         if resumed:
             check_same_run(resumed, about)
+        warn_if_too_large(cfg, hardware, about["model"]["vocab_size"])
         summary.loggers = loggers = make_loggers(cfg, resumed)
 
         seed_everything(cfg.seed, workers=True, verbose=False)

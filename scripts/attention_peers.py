@@ -45,14 +45,17 @@ def _flash_attn(function: Callable, q, k, v, causal: bool):
 
 def _flex(q, k, v, causal: bool):
     mask = _causal_blocks(q.shape[2], q.device) if causal else None
-    return _compiled_flex()(q, k, v, block_mask=mask)
+    return _compiled_flex(tuple(q.shape))(q, k, v, block_mask=mask)
 
 
 @cache
-def _compiled_flex() -> Callable:
+def _compiled_flex(shape: tuple[int, ...]) -> Callable:
+    """FlexAttention compiled for one shape, so that it never falls back to its eager form, which
+    keeps the scores, as one function compiled for many shapes does after eight of them."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    torch._dynamo.reset()
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
 @cache

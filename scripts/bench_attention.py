@@ -308,7 +308,7 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
 
     panels = sorted({(row.head_dim, row.causal) for row in rows})
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(1 + 4.2 * len(panels), 4), squeeze=False, sharey=True
+        1, len(panels), figsize=(2.2 + 4.2 * len(panels), 4), squeeze=False, sharey=True
     )
     for axis, (head_dim, causal) in zip(axes[0], panels, strict=True):
         here = [row for row in rows if (row.head_dim, row.causal) == (head_dim, causal)]
@@ -317,10 +317,10 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
             axis.plot([r.seq_len for r in line], [r.total_tflops for r in line], "o-", label=name)
         axis.set(title=f"head dim {head_dim}, {'causal' if causal else 'full'}", xlabel="N")
         axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
         axis.grid(alpha=0.3)
+    axes[0][0].set_ylim(bottom=0)  # after all lines: it stops the shared axis from growing
     axes[0][0].set_ylabel("forward + backward, TFLOP/s")
-    axes[0][-1].legend(fontsize=8)
+    axes[0][-1].legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=110, format="png")

@@ -82,6 +82,7 @@ RULES = {
     "precision": one_of(*PRECISIONS),
     "compile": FLAG,
     "deterministic": FLAG,
+    "predict_memory": FLAG,
     "resume": optional(WORD),
     "output_dir": WORD,
     "run_dir": WORD,

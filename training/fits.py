@@ -93,6 +93,14 @@ def power_law(
     return PowerLaw(_estimate(exponent, covariance[2, 2], len(n) - 3), factor, constant, len(n))
 
 
+def last_exponent(lengths: Sequence[float], values: Sequence[float], constant: float) -> float:
+    """The slope of ``log(values - constant)`` over ``log N`` between the two longest lengths; of
+    several values of a length, their mean counts."""
+    n, y = np.asarray(lengths, dtype=np.float64), np.asarray(values, dtype=np.float64) - constant
+    before, end = np.unique(n)[-2:]
+    return float(np.log(y[n == end].mean() / y[n == before].mean()) / np.log(end / before))
+
+
 def polynomial(
     lengths: Sequence[float], values: Sequence[float], constant: float | None = None
 ) -> Polynomial:

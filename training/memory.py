@@ -175,7 +175,7 @@ class _Ledger:
         """Note, while the context lasts, which part of the model runs."""
 
         def enter(module: nn.Module, *_):
-            self._inside.append(_part(module, inside=self._inside[-1]))
+            self._inside.append(part_of(module, inside=self._inside[-1]))
 
         def leave(*_):
             self._inside.pop()
@@ -191,7 +191,7 @@ class _Ledger:
                 handle.remove()
 
 
-def _part(module: nn.Module, inside: str) -> str:
+def part_of(module: nn.Module, inside: str) -> str:
     """The part that a module belongs to when it runs inside of another part's module."""
     for kind, part in KINDS.items():
         if isinstance(module, kind):

@@ -201,9 +201,15 @@ def _what_happened(row: Row) -> str:
     if not row.get("oom_tried_bytes"):
         return first_line(row["error"])
     return (
-        f"no room for {in_gib(row['oom_tried_bytes'])} GiB in {row['oom_where']} "
-        f"({row['oom_frame']}) beside {in_gib(row['oom_allocated_bytes'])} GiB"
+        f"no room for {in_gib(row['oom_tried_bytes'])} GiB in "
+        f"{place(row.get('oom_where'), row.get('oom_frame'))} "
+        f"beside {in_gib(row['oom_allocated_bytes'])} GiB"
     )
+
+
+def place(where: str | None, frame: str | None) -> str:
+    """Where memory ran out; autograd's own backward has no line of this project."""
+    return f"{where or 'the step'} ({frame})" if frame else where or "the step"
 
 
 def _common_step(rows: list[Row]) -> int:

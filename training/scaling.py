@@ -1,8 +1,16 @@
 """How the memory of a sweep's runs grows with sequence length: fits of their rows, in words."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from training.fits import CannotFitError, Estimate, Polynomial, PowerLaw, polynomial, power_law
+from training.fits import (
+    CannotFitError,
+    Estimate,
+    Polynomial,
+    PowerLaw,
+    last_exponent,
+    polynomial,
+    power_law,
+)
 
 SAVED, PEAK = "saved for backward by attention", "peak memory"
 
@@ -12,7 +20,8 @@ class Scaling:
     """Fits of one series of runs, or the ``problem`` that forbids them.
 
     ``quantity``: SAVED or PEAK. Both are per sequence; of PEAK the constant part (parameters,
-    gradients, optimizer) is subtracted: as measured before forward, or else fitted.
+    gradients, optimizer) is subtracted: as measured before forward, or else fitted. ``last`` is the
+    exponent between the two longest lengths, where lower terms count least.
     """
 
     quantity: str
@@ -20,12 +29,14 @@ class Scaling:
     power: PowerLaw | None = None
     polynomial: Polynomial | None = None
     problem: str | None = None
+    last: float | None = None
 
     def legend(self) -> str:
         if self.power is None:
             return "not fitted"
         exponent = self.power.exponent
-        return f"N^{exponent.value:.2f} ± {max(exponent.half_width, 0.01):.2f}"
+        fitted = f"N^{exponent.value:.2f} ± {max(exponent.half_width, 0.01):.2f}"
+        return f"{fitted} (last two: {self.last:.2f})"
 
     def note(self, series: str) -> str:
         """A sentence for the notes below a table."""
@@ -34,7 +45,8 @@ class Scaling:
         e = self.power.exponent
         text = (
             f"{self.quantity} of {series}{self.constant}: N^{e.value:.3f} "
-            f"(95% interval {e.low:.3f} to {e.high:.3f}, {self.power.points} runs)"
+            f"(95% interval {e.low:.3f} to {e.high:.3f}, {self.power.points} runs), "
+            f"N^{self.last:.3f} between the two longest"
         )
         if self.polynomial is None:
             return f"{text}; no polynomial fitted ({self.problem})"
@@ -87,7 +99,8 @@ def _fit(quantity: str, constant: str, lengths, values, known: float | None) -> 
         power = power_law(lengths, values, known)
     except CannotFitError as error:
         return Scaling(quantity, constant, problem=str(error))
+    found = Scaling(quantity, constant, power, last=last_exponent(lengths, values, power.constant))
     try:
-        return Scaling(quantity, constant, power, polynomial(lengths, values, known))
+        return replace(found, polynomial=polynomial(lengths, values, known))
     except CannotFitError as error:
-        return Scaling(quantity, constant, power, problem=str(error))
+        return replace(found, problem=str(error))

@@ -174,7 +174,8 @@ class RunSummary:
         if status == "interrupted" and not (self.run_dir / "checkpoints" / CHECKPOINT).exists():
             message = "stopped from outside, before the first checkpoint"
         if status == "oom" and self.values.get("oom_tried_bytes"):
-            message = f"{message} (in {self.values['oom_where']}: {self.values['oom_frame']})"
+            where = filter(None, (self.values["oom_where"], self.values["oom_frame"]))
+            message = f"{message} (in {': '.join(where)})"
         if full_traceback_wanted():
             traceback.print_exception(error)
         label = {"error": "error", "oom": "out of memory"}.get(status, status)

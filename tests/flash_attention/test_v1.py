@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flash_attention import dropout, flash_attention_v1, naive_attention
+from tests.flash_attention import layouts
 from tests.flash_attention.parity import (
     assert_as_exact_as_naive,
     assert_within_bound,
@@ -18,6 +19,7 @@ from tests.flash_attention.parity import (
 HALF = [torch.float16, torch.bfloat16]
 DTYPES = [*HALF, torch.float32]
 SMALL_BLOCKS = dict(block_q=32, block_kv=32)  # several blocks each way at the interpreter's sizes
+INTERPRETED = (1, 40, 64, 111, 256)  # head dims: the smallest, the largest, odd, padded or not
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -28,8 +30,12 @@ SMALL_BLOCKS = dict(block_q=32, block_kv=32)  # several blocks each way at the i
 def test_output_and_gradients_match_naive_at_every_head_dim(
     device, head_dim, causal, dtype, interpreted
 ):
-    if interpreted and (head_dim not in (1, 40, 64, 111, 256) or dtype == torch.bfloat16):
-        pytest.skip("covered by the tiles and the GPU; slow through the interpreter")
+    if interpreted:
+        if head_dim not in INTERPRETED or dtype == torch.bfloat16:
+            pytest.skip("covered by the tiles and the GPU; slow through the interpreter")
+        # Each head dim with both masks and both dtypes; neighbours take turns with the pairs.
+        if (INTERPRETED.index(head_dim) + causal + (dtype == torch.float16)) % 2:
+            pytest.skip("the next head dim has this mask with this dtype")
     n = 70 if interpreted else 203
     heads = 1 if interpreted else 2
     inputs = make_inputs(1, heads, heads, n, n, head_dim, dtype, device)
@@ -68,35 +74,20 @@ def test_output_and_gradients_match_naive_at_every_length(device, nq, nk, causal
 def test_output_and_gradients_match_naive_with_grouped_query_heads(
     device, heads, kv_heads, dtype, interpreted
 ):
+    if interpreted and (heads, kv_heads) != (6, 2) and dtype != torch.float32:
+        pytest.skip("which head is whose has nothing to do with the dtype")
     n, batch = (40, 1) if interpreted else (150, 2)
     inputs = make_inputs(batch, heads, kv_heads, n, n + 9, 16, dtype, device)
     assert_as_exact_as_naive(flash_attention_v1, *inputs, causal=True)
 
 
-def _fused_qkv(t: Tensor) -> Tensor:
-    """As a slice of a fused [B, N, 3, H, D] projection."""
-    b, h, n, d = t.shape
-    fused = torch.full((b, n, 3, h, d), float("nan"), dtype=t.dtype, device=t.device)
-    view = fused[:, :, 1].transpose(1, 2)
-    return view.copy_(t)
-
-
-def _strided_last(t: Tensor) -> Tensor:
-    wide = torch.full(
-        (*t.shape[:-1], 2 * t.shape[-1]), float("nan"), dtype=t.dtype, device=t.device
-    )
-    return wide[..., ::2].copy_(t)
-
-
-def _transposed(t: Tensor) -> Tensor:
-    return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-@pytest.mark.parametrize("layout", [_fused_qkv, _strided_last, _transposed])
-def test_any_strides_of_inputs_and_of_do(device, layout):
-    q, k, v, do = make_inputs(2, 2, 1, 35, 41, 24, torch.float32, device)
+def test_a_last_dimension_of_any_stride(device):
+    """Other strides, one tensor at a time, are in test_v1_faults.py."""
+    q, k, v, do = make_inputs(1, 2, 1, 35, 41, 24, torch.float32, device)
     want = results(flash_attention_v1, q, k, v, do, causal=True, **SMALL_BLOCKS)
-    strided = [layout(t.detach()).requires_grad_(t.requires_grad) for t in (q, k, v, do)]
+    strided = [
+        layouts.strided_last(t.detach()).requires_grad_(t.requires_grad) for t in (q, k, v, do)
+    ]
     got = results(flash_attention_v1, *strided, causal=True, **SMALL_BLOCKS)
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-5, atol=1e-5)
@@ -113,9 +104,11 @@ def test_expanded_do(device):
 
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (4, 2)])
-def test_gradients_pass_gradcheck_in_float64(device, causal, heads, kv_heads):
+def test_gradients_pass_gradcheck_in_float64(device, causal, heads, kv_heads, interpreted):
     if device.type == "cuda":
         pytest.skip("float64 runs the tiles on CUDA; covered on the CPU")
+    if interpreted and causal != (heads > 1):
+        pytest.skip("covered by the tiles, and against naive attention below")
     q, k, v, _ = make_inputs(1, heads, kv_heads, 7, 9, 4, torch.float64, device)
 
     def attention(q, k, v):
@@ -241,7 +234,7 @@ def test_nothing_to_attend_gives_zeros(device, shape):
 
 @pytest.mark.parametrize("q_splits", [1, 2, 3, 100])
 def test_splitting_the_work_changes_nothing_but_rounding(device, q_splits):
-    q, k, v, do = make_inputs(1, 2, 1, 100, 90, 16, torch.float32, device)
+    q, k, v, do = make_inputs(1, 2, 1, 70, 60, 16, torch.float32, device)
     want = results(naive_attention, *upcast(q, k, v, do), causal=True)
     got = results(flash_attention_v1, q, k, v, do, causal=True, q_splits=q_splits, **SMALL_BLOCKS)
     for name in want:
@@ -260,8 +253,11 @@ def test_block_sizes_change_nothing_but_rounding(device, block_q, block_kv):
     )
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("lengths", [(13, 40, 1, 26), (5, 90, 65)], ids=str)  # short, and long
+@pytest.mark.parametrize(
+    ("lengths", "causal"),
+    [((13, 40, 1, 26), True), ((5, 60, 35), False), ((5, 60, 35), True)],  # short, and long
+    ids=str,
+)
 def test_segments_equal_separate_documents(device, lengths, causal):
     n = sum(lengths)
     segment_ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -280,9 +276,9 @@ def test_segments_equal_separate_documents(device, lengths, causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_segment_ids_in_any_order_match_naive(device, causal):
-    inputs = make_inputs(2, 2, 1, 75, 75, 16, torch.float32, device)
+    inputs = make_inputs(2, 2, 1, 45, 45, 16, torch.float32, device)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.stack([torch.randint(-2, 3, (75,), generator=generator), torch.arange(75) // 20])
+    ids = torch.stack([torch.randint(-2, 3, (45,), generator=generator), torch.arange(45) // 12])
     options = dict(causal=causal, segment_ids=ids.to(device))
     assert_as_exact_as_naive(
         lambda q, k, v, **o: flash_attention_v1(q, k, v, **o, **SMALL_BLOCKS),
@@ -317,16 +313,17 @@ def _naive_with_mask(q, k, v, *, keep: Tensor, dropout_p: float) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 def test_dropout_drops_the_same_entries_in_forward_and_backward(device, dtype):
-    q, k, v, do = make_inputs(1, 2, 2, 70, 70, 16, dtype, device)
+    n = 40
+    q, k, v, do = make_inputs(1, 2, 2, n, n, 16, dtype, device)
     torch.manual_seed(5)
     seed = dropout.draw_seed(device)
     keep = dropout.keep_mask(
         seed,
         0.25,
         torch.arange(2, device=device).view(1, 2, 1, 1),
-        torch.arange(70, device=device)[:, None],
+        torch.arange(n, device=device)[:, None],
         0,
-        70,
+        n,
     )
 
     def attention(q, k, v, **_):
@@ -353,8 +350,8 @@ def test_a_new_call_drops_other_entries(device):
 
 
 def test_deterministic_gradients_repeat_bit_for_bit(device):
-    n = 1000 if device.type == "cuda" else 70
-    q, k, v, do = make_inputs(1, 4, 2, n, n, 16, torch.float32, device)
+    n, heads = (1000, 4) if device.type == "cuda" else (70, 2)
+    q, k, v, do = make_inputs(1, heads, heads // 2, n, n, 16, torch.float32, device)
     options = dict(causal=True, deterministic=True, **SMALL_BLOCKS)
     want = results(flash_attention_v1, q, k, v, do, **options)
     for _ in range(50 if device.type == "cuda" else 1):
@@ -390,7 +387,7 @@ def test_backward_twice_with_retain_graph_gives_the_same(device):
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3))[1:], ids=str)
 def test_any_subset_of_inputs_may_require_gradients(device, wanted):
-    inputs = make_inputs(1, 2, 2, 20, 20, 16, torch.float32, device)
+    inputs = make_inputs(1, 1, 1, 20, 20, 16, torch.float32, device)
     full = results(flash_attention_v1, *inputs, causal=True, deterministic=True)
     *qkv, do = inputs
     qkv = [t.detach().requires_grad_(w) for t, w in zip(qkv, wanted, strict=True)]

@@ -65,7 +65,7 @@ def test_equal_scores_share_the_weight_however_large_they_are(device, causal, si
 def test_nothing_beyond_the_inputs_is_read(device, nq, nk, causal):
     """NaN around q, k, v and dO, in every dimension: NaN times zero is NaN (SageAttention#376,
     flash-attention#1745)."""
-    inputs = make_inputs(1, 2, 1, nq, nk, 24, torch.float32, device)
+    inputs = make_inputs(1, 1, 1, nq, nk, 24, torch.float32, device)
     inputs = [layouts.surrounded(t.detach()).requires_grad_(t.requires_grad) for t in inputs]
     got = results(flash_attention_v1, *inputs, causal=causal, **SMALL_BLOCKS)
     assert_equal_to_naive(got, *inputs, causal=causal)
@@ -77,7 +77,7 @@ def test_each_tensor_is_read_and_written_at_its_own_strides(device, which, layou
     """One of q, k, v and dO has other strides than the rest: V taken at K's (FlagGems#5896), dO at
     o's (flash-attention#355, FlagAttention#1), dK or dQ written at the input's
     (flash-attention#818, ROCm/flash-attention#122)."""
-    inputs = make_inputs(2, 4, 2, 20, 25, 24, torch.float32, device)
+    inputs = make_inputs(2, 2, 2, 20, 25, 24, torch.float32, device)
     odd = inputs[which]
     inputs = list(inputs)
     inputs[which] = layout(odd.detach()).requires_grad_(odd.requires_grad)
@@ -109,9 +109,17 @@ def test_nothing_beyond_segment_ids_is_read(device, dtype):
     assert_equal_to_naive(got, *inputs, segment_ids=ids)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(("nq", "nk"), [(45, 41), (45, 64), (75, 41)])
+@pytest.mark.parametrize(
+    ("nq", "nk", "causal", "deterministic"),
+    [
+        (45, 41, False, False),
+        (45, 41, True, True),
+        (45, 64, False, False),
+        (45, 64, True, True),
+        (75, 41, False, True),
+        (75, 41, True, False),
+    ],
+)
 def test_scratch_is_written_before_it_is_read_and_never_left(
     device, nq, nk, causal, deterministic, monkeypatch
 ):
@@ -166,7 +174,7 @@ def test_a_negative_scale_takes_the_maximum_of_the_scaled_scores(device):
 def test_each_row_is_one_programs_own(device, causal):
     """Programs that share a head would otherwise meet in one row: a race on a GPU, another order of
     K/V blocks through the interpreter. So the split does not change a bit."""
-    q, k, v, _ = make_inputs(1, 1, 1, 80, 75, 16, torch.float32, device)
+    q, k, v, _ = make_inputs(1, 1, 1, 48, 45, 16, torch.float32, device)
     want = None
     for q_splits in (1, 2, 3, 100):
         got = flash_attention_v1(

@@ -51,7 +51,7 @@ def loss_and_gradient(model, forward, tokens: Tensor, *, autocast=None, seed=0):
     return loss.detach(), gradient.clone()
 
 
-@pytest.mark.parametrize(("dropout", "autocast"), [(0.0, None), (0.0, BF16), (0.2, BF16)], ids=str)
+@pytest.mark.parametrize(("dropout", "autocast"), [(0.0, None), (0.2, BF16)], ids=str)
 def test_the_gpt_is_one_graph_and_trains_as_eager_does(make_flash_gpt, tokens, dropout, autocast):
     model, counter = make_flash_gpt(dropout=dropout), compiler("cpu")
     compiled = torch.compile(model, fullgraph=True, backend=counter)

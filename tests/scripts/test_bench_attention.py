@@ -105,3 +105,20 @@ def test_rows_are_on_disk_before_a_later_shape_fails(tmp_path, monkeypatch):
         bench_attention.main([*SMALL, "--rounds=1", "--causal", f"--out={tmp_path / 'bench'}"])
     with open(tmp_path / "bench.csv", newline="") as file:
         assert {row["seq_len"] for row in csv.DictReader(file)} == {"32"}
+
+
+def test_the_plot_shows_every_point_of_every_panel(tmp_path, monkeypatch):
+    import matplotlib.pyplot as plt
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    rows = [
+        bench_attention.Row("naive", head_dim, n, True, 1, 1, "bf16", total_tflops=tflops)
+        for head_dim, tflops in ((64, 10.0), (128, 500.0))
+        for n in (1024, 2048)
+    ]
+    bench_attention.plot(rows, tmp_path / "bench.png", "a device")
+    for axis in plt.gcf().axes:
+        low, high = axis.get_ylim()
+        assert all(low <= y <= high for line in axis.lines for y in line.get_ydata())
+    monkeypatch.undo()
+    plt.close("all")

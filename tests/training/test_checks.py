@@ -1,4 +1,5 @@
 import copy
+from functools import cache
 
 import hydra
 import pytest
@@ -50,17 +51,19 @@ def keys(node, prefix=""):
             yield from keys(value, f"{prefix}{key}.")
 
 
+@cache
+def values_of(choice: str) -> dict:
+    return OmegaConf.to_container(compose(choice), resolve=True)
+
+
 def test_every_rule_is_about_a_key_that_exists():
-    known = set()
-    for choice in CHOICES:
-        known |= {key for key, _ in keys(OmegaConf.to_container(compose(choice), resolve=True))}
+    known = {key for choice in CHOICES for key, _ in keys(values_of(choice))}
     assert not set(RULES) - known
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_leaf_has_a_rule(choice):
-    values = OmegaConf.to_container(compose(choice), resolve=True)
-    leaves = {key for key, value in keys(values) if not isinstance(value, dict)}
+    leaves = {key for key, value in keys(values_of(choice)) if not isinstance(value, dict)}
     targets = {key for key in leaves if key.endswith("_target_")}  # check_targets
     assert not leaves - targets - set(RULES)
 

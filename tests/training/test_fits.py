@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from training.fits import CannotFitError, polynomial, power_law, student_t
+from training.fits import CannotFitError, last_exponent, polynomial, power_law, student_t
 
 LENGTHS = [1024, 2048, 4096, 8192, 16384]
 
@@ -122,3 +122,9 @@ def test_a_value_below_the_constant_is_refused():
     for fit in (power_law, polynomial):
         with pytest.raises(CannotFitError, match="not above the constant"):
             fit(LENGTHS, LENGTHS, 5000)
+
+
+def test_the_last_exponent_is_that_of_the_two_longest_lengths_above_the_constant():
+    lengths = [1024, 4096, 2048, 4096]
+    values = [7 + 1e6, 7 + 16.0 - 1, 7 + 4.0, 7 + 16.0 + 1]
+    assert last_exponent(lengths, values, 7.0) == pytest.approx(2.0)

@@ -1,5 +1,6 @@
 """What an out-of-memory says: real failed allocations at known places of a real model."""
 
+import gc
 import inspect
 from unittest.mock import Mock
 
@@ -183,11 +184,14 @@ def test_a_real_gpu_failure_has_its_size_its_place_and_what_was_allocated():
             return NaiveAttention.forward(self, q, k, v, **settings)
 
     device = torch.device("cuda")
-    block = torch.empty(2**26, dtype=torch.uint8, device=device)
+    gc.collect()
+    others = torch.cuda.memory_allocated()
+    block = torch.empty(2**28, dtype=torch.uint8, device=device)
     model = lit_gpt(GreedyOnGpu(at_call=2)).cuda()
     with pytest.raises(torch.OutOfMemoryError) as error:
         model.training_step({"tokens": torch.zeros(1, 9, dtype=torch.int64, device=device)}, 0)
     found = out_of_memory.describe(error.value, device)
     assert found["oom_tried_bytes"] == 2**48
     assert found["oom_where"] == "blocks.1.attention.kernel"
-    assert block.nbytes < found["oom_allocated_bytes"] < block.nbytes + 2**26
+    # The model is small; cuBLAS's workspace, if this is its first use, is 32 MiB or so.
+    assert block.nbytes < found["oom_allocated_bytes"] - others < block.nbytes + 2**27

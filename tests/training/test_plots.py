@@ -40,8 +40,8 @@ def test_every_plot_is_written_as_png(sweep, tmp_path):
 
 def test_plot_shows_what_one_sequence_saves_with_exponents(sweep, drawn):
     saved, _ = drawn(plot_memory, sweep)
-    assert saved["flash_v1: N^1.00 ± 0.01"] == [(1024, 1), (2048, 2), (4096, 4)]
-    assert saved["naive: N^2.00 ± 0.01"] == [(1024, 1024), (2048, 4096)]
+    assert saved["flash_v1: N^1.00 ± 0.01 (last two: 1.00)"] == [(1024, 1), (2048, 2), (4096, 4)]
+    assert saved["naive: N^2.00 ± 0.01 (last two: 2.00)"] == [(1024, 1024), (2048, 4096)]
 
 
 def test_plot_marks_runs_out_of_memory(sweep, drawn):
@@ -89,7 +89,7 @@ def test_plot_gives_the_exponent_of_the_peak_above_what_there_was_before_forward
         for n in (1024, 2048, 4096)
     )
     _, peak = drawn(plot_memory, rows)
-    assert list(peak) == ["naive: N^2.00 ± 0.01 above the constant part"]
+    assert list(peak) == ["naive: N^2.00 ± 0.01 (last two: 2.00) above the constant part"]
 
 
 def test_speed_is_drawn_over_length_with_what_ran_out_of_memory_at_the_edge(sweep, drawn):

@@ -196,3 +196,9 @@ def test_the_table_has_the_accuracy_of_recall(make_run):
     heading, _, cells = (line.split(" | ") for line in to_markdown(rows).splitlines()[:3])
     shown = dict(zip(heading, cells, strict=True))
     assert (shown["recall"], shown["by chance |"]) == ("0.9877", "0.0312 |")
+
+
+def test_where_memory_ran_out_in_words():
+    assert report.place("loss", "models/loss.py:3 in f") == "loss (models/loss.py:3 in f)"
+    assert report.place("backward", None) == "backward"  # autograd's own: no line of ours
+    assert report.place(None, None) == "the step"

@@ -1,0 +1,135 @@
+"""Measures the peak memory of one training step for each combination of settings, on this GPU.
+
+python scripts/measure_memory.py model=gpt2_small attention=naive,flash_v1 seq_len=1024,4096,16384
+python scripts/check_prediction.py memory.csv --out results/prediction
+
+key=value: those of train.py; several values, separated by commas, make a row for each combination.
+Each point is a process of its own (training/probe.py): a few short steps to warm up, then one whole
+optimizer step on one sequence of random tokens, whose peaks are written. Out of memory is a row
+too. The file is written anew after each point.
+"""
+
+import argparse
+import csv
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from training.cli import explain, fail
+from training.compose import combinations, composed
+from training.console import console
+from training.devices import resolve_hardware, versions
+from training.errors import ConfigError
+from training.predict import with_changes
+from training.probe_process import ProbeRunner
+from training.run_folder import replacing
+from training.signals import sigterm_interrupts
+from training.units import in_gib
+
+MEASURED = (
+    "status",
+    "allocated_bytes",
+    "reserved_bytes",
+    "capacity_bytes",
+    "message",
+    "device_name",
+)
+ABOUT = ("torch", "triton")
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+Row = dict[str, Any]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of train.py")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, metavar="S", help="longest step (default: 120 s)"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("memory.csv"), help="file to write (default: memory.csv)"
+    )
+    args = parser.parse_intermixed_args(argv)
+    if not 0 < args.limit < float("inf"):
+        parser.error(f"--limit={args.limit} is not accepted; give seconds, more than 0")
+    rows: list[Row] = []
+    try:
+        points = [point(job) for job in combinations(args.overrides)]
+        write(rows, args.out)  # before the first point: what cannot be written is not measured
+        with sigterm_interrupts():
+            for row in measure(points, args.limit):
+                rows.append(row)
+                write(rows, args.out)
+                peak = row["peak_allocated_bytes"]
+                said = f"{in_gib(peak)} GiB" if peak else row["message"]
+                console.print(
+                    f"{len(rows)}/{len(points)}  {row['overrides']}  {row['status']}  {said}"
+                )
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        fail(str(error) if isinstance(error, ConfigError) else explain(error))
+    except OSError as error:
+        print(
+            f"error: --out={args.out} cannot be written ({error.strerror}); give another file",
+            file=sys.stderr,
+        )
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print(f"stopped; {len(rows)} of {len(points)} points are in {args.out}", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    console.print(f"{len(rows)} points in {args.out}")
+    return EXIT_FAILED if any(row["status"] not in ("ok", "oom") for row in rows) else 0
+
+
+def point(overrides: list[str]) -> tuple[str, DictConfig]:
+    """One sequence in a forward pass, one forward pass in a step: as typed, and its config.
+
+    Raises:
+        ConfigError, HydraException, OmegaConfBaseException: as train.py would; ConfigError too
+            where it would run on a CPU.
+    """
+    cfg = composed(overrides)
+    if resolve_hardware(cfg.device, cfg.precision).device != "cuda":
+        raise ConfigError("device=cpu is not accepted; peaks are measured on a CUDA GPU")
+    sizes = {"global_batch_tokens": cfg.seq_len, "micro_batch_tokens": 1}
+    typed = [*overrides, *(f"{key}={value}" for key, value in sizes.items())]
+    return " ".join(typed), with_changes(cfg, sizes)
+
+
+def measure(points: list[tuple[str, DictConfig]], limit_s: float) -> Iterator[Row]:
+    """A row for each point, as it is measured."""
+    with tempfile.TemporaryDirectory() as name, ProbeRunner(Path(name)) as runner:
+        config, log = Path(name, "config.yaml"), Path(name, "log")
+        for overrides, cfg in points:
+            config.write_text(OmegaConf.to_yaml(cfg), encoding="utf-8")
+            job = {"config": str(config), "seq_len": cfg.seq_len, "steps": 1}
+            found = runner.run(job | {"limit_s": limit_s, "cap_bytes": None}, log)
+            row = {_column(key): found.get(key) for key in MEASURED}
+            yield {"overrides": overrides, **row}
+
+
+def write(rows: list[Row], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {key: versions()[key] for key in ABOUT}
+    columns = ["overrides", *map(_column, MEASURED), *ABOUT]
+    with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(row | about for row in rows)
+
+
+def _column(key: str) -> str:
+    """The name in a table of runs: ``peak_allocated_bytes``."""
+    return f"peak_{key}" if key in ("allocated_bytes", "reserved_bytes") else key
+
+
+if __name__ == "__main__":
+    sys.exit(main())
