@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from flash_attention import dropout, launch, masks
+from flash_attention import dropout, launch, masks, softmax
 
 LOG2_E = 1.0 / math.log(2.0)
 
@@ -44,7 +44,7 @@ def backward(
     grouped = (batch, kv_heads, heads // kv_heads, nq)
     acc = m.dtype
     qg, og, dog = (t.unflatten(1, grouped[1:3]) for t in (q, o, do))
-    mg, lg = finite(m).view(grouped), inverse(l).view(grouped)
+    mg, lg = softmax.finite(m).view(grouped), softmax.inverse(l).view(grouped)
 
     dq = launch.seq_major(q, acc, fill=0.0).unflatten(1, grouped[1:3])  # line 5
     dk, dv = (launch.seq_major(t, acc, fill=0.0) for t in (k, v))
@@ -140,13 +140,3 @@ def keep_of(
     rows = masks.positions(r0, r1, seed.device)[:, None]
     kept = dropout.keep_mask(seed, dropout_p, head, rows, c0, c1)
     return kept.to(acc) * dropout.keep_scale(dropout_p)
-
-
-def finite(m: Tensor) -> Tensor:
-    """m with 0 for rows that have seen no key: -inf - -inf would be NaN."""
-    return torch.where(m == float("-inf"), 0.0, m)
-
-
-def inverse(l: Tensor) -> Tensor:
-    """1/l, and 0 for rows that have seen no key."""
-    return 1.0 / torch.where(l == 0.0, float("inf"), l)

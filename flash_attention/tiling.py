@@ -49,6 +49,57 @@ def paper_blocks(on_chip_elements: int, head_dim: int) -> tuple[int, int]:
     return min(block_kv, head_dim), block_kv
 
 
+@dataclass(frozen=True)
+class Item:
+    """Something that one block step holds on the chip. place: "shared" memory, or "registers"."""
+
+    name: str
+    shape: str
+    bytes: int
+    place: str
+
+
+def forward_step(block_q: int, block_kv: int, head_dim: int, element_size: int) -> list[Item]:
+    """What the inner loop's body of Algorithm 2 holds, at its widest, once each.
+
+    Operands that the matrix unit reads are in shared memory; what it computes, and O, which the
+    result is added to, are in registers. Sums are float32.
+    """
+    br, bc, d, e = block_q, block_kv, head_dim, element_size
+    s, p, product = 4 * br * bc, e * br * bc, 4 * br * d
+    return [
+        Item("K_j", "Bc d", bc * d * e, "shared"),
+        Item("V_j", "Bc d", bc * d * e, "shared"),
+        Item("Q_i", "Br d", br * d * e, "shared"),
+        Item("O_i", "Br d", br * d * 4, "registers"),
+        # P rounded and the product need S's room once S is used up.
+        Item("S_ij; then P_ij and P_ij V_j", "Br Bc", max(s, p + product), "registers"),
+        Item("m_i, l_i, old and new", "4 Br", 4 * br * 4, "registers"),
+    ]
+
+
+def backward_step(block_q: int, block_kv: int, head_dim: int, element_size: int) -> list[Item]:
+    """What the inner loop's body of Algorithm 4 holds, at its widest, once each."""
+    br, bc, d, e = block_q, block_kv, head_dim, element_size
+    return [
+        Item("K_j", "Bc d", bc * d * e, "shared"),
+        Item("V_j", "Bc d", bc * d * e, "shared"),
+        Item("Q_i", "Br d", br * d * e, "shared"),
+        Item("dO_i", "Br d", br * d * e, "shared"),
+        Item("dS_ij, for dQ", "Br Bc", br * bc * e, "shared"),
+        Item("dK_j", "Bc d", bc * d * 4, "registers"),
+        Item("dV_j", "Bc d", bc * d * 4, "registers"),
+        # dQ needs their room once dS is in shared memory.
+        Item("P_ij and dP_ij; then dQ_i", "2 Br Bc", 4 * br * max(2 * bc, d), "registers"),
+        Item("m_i, l_i, D_i", "3 Br", 3 * br * 4, "registers"),
+    ]
+
+
+def held(items: list[Item], place: str) -> int:
+    """Bytes of the items in one place."""
+    return sum(item.bytes for item in items if item.place == place)
+
+
 def padded_head_dim(head_dim: int) -> int:
     """Tile widths are powers of two, and a matrix product needs at least 16."""
     return max(16, 1 << (head_dim - 1).bit_length())

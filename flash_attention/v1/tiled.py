@@ -7,17 +7,8 @@ The loops, names and line numbers are those of the paper (arXiv:2205.14135): Alg
 import torch
 from torch import Tensor
 
-from flash_attention import launch
-from flash_attention.tiled import (
-    LOG2_E,
-    backward,
-    finite,
-    inverse,
-    keep_of,
-    mask_of,
-    rows_seeing,
-    scores,
-)
+from flash_attention import launch, softmax
+from flash_attention.tiled import LOG2_E, backward, keep_of, mask_of, rows_seeing, scores
 
 __all__ = ["backward", "forward"]
 
@@ -63,16 +54,10 @@ def forward(
             r1 = min(r0 + block_q, nq)
             mask = mask_of(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
             s = scores(qg[..., r0:r1, :].to(acc), kj, scale2, mask)  # lines 8 to 11
-            m_old, l_old = m[..., r0:r1], l[..., r0:r1]
-            m_new = torch.maximum(m_old, s.amax(dim=-1))
-            shift = finite(m_new)
-            p = torch.exp2(s - shift[..., None])  # line 12
-            carried = torch.exp2(m_old - shift) * l_old  # what the old sum is worth now
-            l_new = carried + p.sum(dim=-1)  # line 13
+            keep = None
             if dropout_p > 0.0:  # line 14
-                p = p * keep_of(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
-            inv = inverse(l_new)
-            o[..., r0:r1, :] *= (carried * inv)[..., None]  # line 15
-            o[..., r0:r1, :] += (p * inv[..., None]) @ vj
-            l[..., r0:r1], m[..., r0:r1] = l_new, m_new  # line 16
+                keep = keep_of(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
+            rows = softmax.State(m[..., r0:r1], l[..., r0:r1], o[..., r0:r1, :])
+            rows = softmax.update(rows, s, vj, keep, torch.exp2)  # lines 10 to 15
+            m[..., r0:r1], l[..., r0:r1], o[..., r0:r1, :] = rows  # lines 15 and 16
     return result, m.flatten(1, 2), l.flatten(1, 2)

@@ -7,12 +7,10 @@ Algorithm 1 of arXiv:2307.08691; ``forward.py`` is the same loops as a Triton ke
 import torch
 from torch import Tensor
 
-from flash_attention import launch
+from flash_attention import launch, softmax
 from flash_attention.tiled import (
     LOG2_E,
     backward,
-    finite,
-    inverse,
     keep_of,
     keys_seen,
     mask_of,
@@ -63,7 +61,7 @@ def forward(
             mask = mask_of(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
             s = scores(qi, kj, scale * LOG2_E, mask)
             m_new = torch.maximum(m, s.amax(dim=-1))
-            shift = finite(m_new)
+            shift = softmax.finite(m_new)
             p = torch.exp2(s - shift[..., None])
             carried = torch.exp2(m - shift)  # what the old sums are worth now
             l = l * carried + p.sum(dim=-1)
@@ -71,6 +69,6 @@ def forward(
                 p = p * keep_of(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
             o = o * carried[..., None] + p @ vj
             m = m_new
-        out[..., r0:r1, :] = o * inverse(l)[..., None]
+        out[..., r0:r1, :] = o * softmax.inverse(l)[..., None]
         all_m[..., r0:r1], all_l[..., r0:r1] = m, l
     return result, all_m.flatten(1, 2), all_l.flatten(1, 2)

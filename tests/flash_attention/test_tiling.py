@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from flash_attention import tiling
+from flash_attention import gpus, tiling
 
 
 @pytest.mark.parametrize(
@@ -55,3 +55,42 @@ def test_no_rows_or_no_heads_need_one_program():
 def test_pytorch_tiles_shrink_as_heads_grow(heads, size):
     blocks = tiling.pytorch_blocks(heads)
     assert (blocks.block_q, blocks.block_kv) == (size, size)
+
+
+def test_the_budget_of_a_forward_step_is_the_sum_of_its_tiles():
+    # 64 x 256 at d = 64 in bfloat16: K and V 32 KiB each, Q 8; O 16, S 64, statistics 1.
+    items = tiling.forward_step(64, 256, head_dim=64, element_size=2)
+    assert tiling.held(items, "shared") == (32 + 32 + 8) * 1024
+    assert tiling.held(items, "registers") == (16 + 64 + 1) * 1024
+
+
+def test_the_budget_of_a_backward_step_is_the_sum_of_its_tiles():
+    # 64 x 128: K and V 16 KiB each, Q, dO 8 each, dS 16; dK, dV, P, dP 32 each.
+    items = tiling.backward_step(64, 128, head_dim=64, element_size=2)
+    assert tiling.held(items, "shared") == (2 * 16 + 2 * 8 + 16) * 1024
+    assert tiling.held(items, "registers") == 4 * 32 * 1024 + 3 * 64 * 4
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("elements", [4_096, 25_600, 116_224])
+def test_the_paper_s_blocks_fill_m_without_the_scores(elements, head_dim):
+    """Section 3.1: K, V, Q and O take at most 4 Bc d, which is M up to the rounding of Bc; S, which
+    it leaves out, is at most Bc d more."""
+    block_q, block_kv = tiling.paper_blocks(elements, head_dim)
+    tiles = {i.name: i for i in tiling.forward_step(block_q, block_kv, head_dim, 4)}
+    four = sum(tiles[name].bytes // 4 for name in ("K_j", "V_j", "Q_i", "O_i"))
+    assert four <= 4 * block_kv * head_dim < elements + 4 * head_dim
+    assert block_q * block_kv <= block_kv * head_dim
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("element_size", [2, 4])
+def test_the_tuned_blocks_hold_what_an_h200_has_room_for(head_dim, element_size):
+    h200 = gpus.known("h200")
+    for blocks, step in (
+        (tiling.forward_blocks(head_dim, element_size), tiling.forward_step),
+        (tiling.backward_blocks(head_dim, element_size), tiling.backward_step),
+    ):
+        items = step(blocks.block_q, blocks.block_kv, head_dim, element_size)
+        assert blocks.per_processor * tiling.held(items, "shared") <= h200.shared_memory
+        assert blocks.per_processor * tiling.held(items, "registers") <= h200.registers

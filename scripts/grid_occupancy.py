@@ -1,0 +1,178 @@
+"""Time of flash_v1's forward against the number of heads: V1's grid is (batch, head).
+
+    python scripts/grid_occupancy.py --out results/h200_grid
+    python scripts/grid_occupancy.py --gpu h200            # without a GPU: the model
+
+With q_splits=1, the paper's grid, each (batch, head) is one program: until there are as many as the
+processors hold, one more head costs no time, and the rest of the GPU idles. "auto" shares the rows
+of a head among programs. The model counts waves: programs over how many run at a time, rounded up,
+times the rows of a program; it is scaled to the first point measured with q_splits=1.
+"""
+
+import argparse
+import csv
+import math
+import statistics
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
+
+from flash_attention import flash_attention_v1, gpus, tiling
+from scripts.bench_attention import positive, timed_call
+from scripts.show_tiling import find_gpu
+from training.devices import versions
+from training.run_folder import replacing
+
+HEADS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 132, 136, 160, 192, 224, 256, 264, 272, 320, 396, 528]
+
+
+@dataclass
+class Row:
+    """One number of heads (batch x heads) under one q_splits."""
+
+    head_dim: int
+    seq_len: int
+    heads: int
+    q_splits: str
+    programs: int
+    waves: int
+    work: float  # model: row blocks that the last program ends after, one after the other
+    ms: float | None = None
+    tflops: float | None = None
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    rows: list[Row] = []
+    todo = [(d, h) for d in args.head_dims for h in args.heads]
+    for head_dim, heads in track(todo, "timing", console=Console(stderr=True)):
+        these = [modelled(head_dim, heads, args.seq_len, s, args.gpu) for s in ("1", "auto")]
+        if args.measure:
+            for row in these:
+                row.ms = timed(row, args.rounds)
+                row.tflops = 4 * heads * row.seq_len**2 * head_dim / row.ms / 1e9
+        rows += these
+        if args.out:
+            write(rows, Path(f"{args.out}.csv"), args.gpu)
+    if args.out:
+        with replacing(Path(f"{args.out}.png")) as partial:
+            plot(rows, partial, args.gpu)
+    Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
+    print(f"{args.gpu.name}: {args.gpu.processors} processors")
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    add = parser.add_argument
+    add("--gpu", metavar="GPU", help="of the model; default: the one that is here")
+    add("--measure", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
+    add("--head-dims", nargs="+", type=positive, default=[64, 128], metavar="D")
+    add("--heads", nargs="+", type=positive, default=HEADS, help="batch x heads")
+    add("--seq-len", type=positive, default=2048, metavar="N")
+    add("--rounds", type=positive, default=10, help="timings of each (default: 10)")
+    add("--out", metavar="PATH", help="write PATH.csv and PATH.png")
+    args = parser.parse_args(argv)
+    if args.measure and not cuda:
+        parser.error("--measure, but there is no CUDA GPU here; leave it out")
+    try:
+        args.gpu = find_gpu(args.gpu or (None if cuda else "h200"))
+    except ValueError as error:
+        parser.error(f"--gpu: {error}")
+    return args
+
+
+def modelled(head_dim: int, heads: int, n: int, q_splits: str, gpu: gpus.Gpu) -> Row:
+    blocks = tiling.forward_blocks(head_dim, 2)
+    row_blocks = math.ceil(n / blocks.block_q)
+    at_a_time = gpu.processors * blocks.per_processor
+    splits = 1 if q_splits == "1" else tiling.num_splits(heads, row_blocks, at_a_time)
+    programs = heads * splits
+    waves = math.ceil(programs / at_a_time)
+    return Row(head_dim, n, heads, q_splits, programs, waves, waves * row_blocks / splits)
+
+
+def timed(row: Row, rounds: int) -> float:
+    """Median milliseconds of a forward, after a warm-up."""
+    device = torch.device("cuda")
+    shape = (1, row.heads, row.seq_len, row.head_dim)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
+    splits = "auto" if row.q_splits == "auto" else int(row.q_splits)
+    times = [
+        timed_call(lambda: flash_attention_v1(q, k, v, q_splits=splits), device)[0]
+        for _ in range(rounds + 1)
+    ]
+    return statistics.median(times[1:])
+
+
+def table(rows: list[Row]) -> Table:
+    columns = "head dim,batch x heads,q_splits,programs,waves,model: row blocks,ms,TFLOP/s"
+    out = Table(*columns.split(","), title="grid of flash_v1, forward", title_justify="left")
+    for column in out.columns:
+        column.justify = "right"
+    for row in rows:
+        measured = ["" if x is None else f"{x:.3f}" for x in (row.ms, row.tflops)]
+        out.add_row(
+            str(row.head_dim), str(row.heads), row.q_splits, str(row.programs), str(row.waves),
+            f"{row.work:.1f}", *measured,
+        )  # fmt: skip
+    return out
+
+
+def write(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"gpu": gpu.name, **{p: versions()[p] for p in ("torch", "triton")}}
+    with (
+        replacing(path) as partial,
+        open(partial, "w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
+        writer.writeheader()
+        writer.writerows(asdict(row) | about for row in rows)
+
+
+def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
+    """Time over batch x heads, measured and by the model, a panel for each head dim."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    head_dims = sorted({row.head_dim for row in rows})
+    figure = Figure(figsize=(1.5 + 5 * len(head_dims), 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axis, head_dim in zip(
+        figure.subplots(1, len(head_dims), squeeze=False)[0], head_dims, strict=True
+    ):
+        first = next(r for r in rows if (r.head_dim, r.q_splits) == (head_dim, "1"))
+        scale = first.ms / first.work if first.ms else 1.0
+        for i, splits in enumerate(("1", "auto")):
+            line = [r for r in rows if (r.head_dim, r.q_splits) == (head_dim, splits)]
+            heads = [r.heads for r in line]
+            axis.plot(heads, [scale * r.work for r in line], f"C{i}:", label=f"{splits}, model")
+            if line[0].ms:
+                axis.plot(heads, [r.ms for r in line], f"C{i}o-", label=f"q_splits={splits}")
+        for k in (1, tiling.forward_blocks(head_dim, 2).per_processor):
+            axis.axvline(k * gpu.processors, color="grey", lw=1)
+        axis.set(title=f"D = {head_dim}", xlabel="batch x heads")
+        axis.set(ylabel="ms" if rows[0].ms else "row blocks")
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    title = f"flash_v1 forward, N = {rows[0].seq_len:,}; grey: the {gpu.processors} processors"
+    if any(tiling.forward_blocks(d, 2).per_processor == 2 for d in head_dims):
+        title += ", and two programs on each"
+    figure.suptitle(f"{title}; {gpu.name}", fontsize="medium")
+    figure.savefig(path, format="png", dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,220 @@
+"""What computing P again in backward costs: FLOPs up, bytes down, and the time.
+
+    python scripts/recompute_cost.py --out results/h200_recompute
+
+Four backends: standard attention, flash_v1, and one V1 kernel in two forms that differ in nothing
+but P, which the one keeps in HBM (kept_p) and the other computes again (recomputed_p; the mask of
+its tiles is part of that). Times as in bench_attention.py: medians of rounds in which each runs
+once. FLOPs are those spent, recompute included; bytes are the IO model's.
+"""
+
+import argparse
+import csv
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
+
+from flash_attention import io_model, launch, tiling
+from scripts import bench_attention
+from training.devices import versions
+from training.run_folder import replacing
+from training.throughput import device_name
+
+
+@dataclass
+class Row:
+    """One backend at one shape. gflop, gbyte: model, forward + backward."""
+
+    backend: str
+    head_dim: int
+    seq_len: int
+    batch: int
+    heads: int
+    causal: bool
+    status: str
+    gflop: float
+    gbyte: float
+    forward_ms: float | None
+    backward_ms: float | None
+    peak_mib: float | None
+
+    @property
+    def total_ms(self) -> float | None:
+        if self.forward_ms is None or self.backward_ms is None:
+            return None
+        return self.forward_ms + self.backward_ms
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    device = torch.device(args.device)
+    rows: list[Row] = []
+    for n in track(args.seq_lens, "timing", console=Console(stderr=True)):
+        timed = bench_attention.bench_shape(
+            backends(device), args.head_dim, n, args.causal, args, device
+        )
+        rows += [costed(row, launch.num_processors(device)) for row in timed]
+        if args.out:
+            write(rows, Path(f"{args.out}.csv"), device_name(device))
+    if args.out:
+        with replacing(Path(f"{args.out}.png")) as partial_name:
+            plot(rows, partial_name, device_name(device))
+    Console(width=None if sys.stdout.isatty() else 130).print(table(rows))
+    return int(any(row.status not in ("ok", "out of memory") for row in rows))
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    add = parser.add_argument
+    positive = bench_attention.positive
+    add("--head-dim", type=positive, default=64, metavar="D")
+    add("--seq-lens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192])
+    add("--tokens", type=positive, default=8192, help="batch x seq_len (default: 8192)")
+    add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
+    add("--causal", action=argparse.BooleanOptionalAction, default=False)
+    add("--dtype", choices=bench_attention.DTYPES, default="bf16" if cuda else "fp32")
+    add("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
+    add("--rounds", type=positive, default=20, help="timings of each backend (default: 20)")
+    add("--out", metavar="PATH", help="write PATH.csv and PATH.png")
+    args = parser.parse_args(argv)
+    if args.device.startswith("cuda") and not cuda:
+        parser.error(f"--device={args.device}, but there is no CUDA GPU here; give --device=cpu")
+    return args
+
+
+def backends(device: torch.device) -> dict[str, Callable]:
+    """Name -> f(q, k, v, causal); the kernel in two forms where Triton runs."""
+    found = {
+        "naive": partial(bench_attention._call, bench_attention.naive_attention),
+        "flash_v1": partial(bench_attention._call, bench_attention.flash_attention_v1),
+    }
+    if launch.triton is not None and (device.type == "cuda" or launch.interpreting()):
+        from scripts import kept_probabilities
+
+        found["kept_p"] = kept_probabilities.kept_p_attention
+        found["recomputed_p"] = kept_probabilities.recomputed_p_attention
+    return found
+
+
+def costed(row: bench_attention.Row, processors: int) -> Row:
+    """The row with the FLOPs it spends and the bytes of the model."""
+    size = bench_attention.DTYPES[row.dtype].itemsize
+    shape = io_model.Shape(
+        row.batch, row.heads, row.seq_len, row.seq_len, row.head_dim,
+        element_size=size, causal=row.causal,
+    )  # fmt: skip
+    flops, moved = spent(row.backend, shape, processors)
+    return Row(
+        row.backend, row.head_dim, row.seq_len, row.batch, row.heads, row.causal, row.status,
+        flops / 1e9, moved / 1e9, row.forward_ms, row.backward_ms, row.peak_mib,
+    )  # fmt: skip
+
+
+def spent(backend: str, shape: io_model.Shape, processors: int) -> tuple[int, int]:
+    """FLOPs and bytes of one forward and backward on a device of so many processors."""
+    if backend == "naive":
+        flops = io_model.naive_flops(shape) + io_model.naive_flops(shape, backward=True)
+        accesses = io_model.naive_forward(shape) + io_model.naive_backward(shape)
+        return flops, sum(io_model.traffic(accesses))
+    table = tiling.forward_blocks(shape.head_dim, shape.element_size)
+    splits = tiling.num_splits(
+        shape.batch * shape.heads,
+        -(-shape.nq // table.block_q),
+        processors * table.per_processor,
+    )
+    forward = table.block_q, table.block_kv
+    table = tiling.backward_blocks(shape.head_dim, shape.element_size)
+    backward = table.block_q, table.block_kv
+    again = io_model.flash_flops(shape, *backward, backward=True) // 5  # one product of the five
+    flops = io_model.flash_flops(shape, *forward) + 5 * again
+    accesses = io_model.flash_forward(shape, *forward, splits)
+    accesses += io_model.flash_backward(shape, *backward)
+    moved = sum(io_model.traffic(accesses))
+    if backend == "kept_p":
+        flops -= again
+        moved += kept(shape, *forward) + kept(shape, *backward)
+    return flops, moved
+
+
+def kept(shape: io_model.Shape, block_q: int, block_kv: int) -> int:
+    """Bytes of P, tile by tile, and of the maxima of its time, passed over once."""
+    entries = sum(
+        max(0, shape.nq - blocks.start * block_q) * min(block_kv, shape.nk - j * block_kv)
+        for j, blocks in enumerate(io_model.row_blocks(shape, block_q, block_kv))
+    )
+    maxima = io_model.SUM * io_model.row_visits(shape, block_q, block_kv)
+    return shape.batch * shape.heads * entries * shape.element_size + maxima
+
+
+def table(rows: list[Row]) -> Table:
+    out = Table(title="forward + backward", title_justify="left")
+    columns = "N,backend,GFLOP,GB (model),forward ms,backward ms,both ms,peak MiB,status"
+    for name in columns.split(","):
+        out.add_column(name, justify="left" if name in ("backend", "status") else "right")
+    for row in rows:
+        numbers = (
+            row.gflop, row.gbyte, row.forward_ms, row.backward_ms, row.total_ms, row.peak_mib,
+        )  # fmt: skip
+        shown = ["" if x is None else f"{x:,.3f}" if x < 100 else f"{x:,.0f}" for x in numbers]
+        out.add_row(f"{row.seq_len:,}", row.backend, *shown, row.status)
+    return out
+
+
+def write(rows: list[Row], path: Path, device: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"device": device, **{p: versions()[p] for p in ("torch", "triton")}}
+    with (
+        replacing(path) as partial_name,
+        open(partial_name, "w", newline="", encoding="utf-8") as file,
+    ):
+        writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
+        writer.writeheader()
+        writer.writerows(asdict(row) | about for row in rows)
+
+
+def plot(rows: list[Row], path: Path, device: str) -> None:
+    """FLOPs, bytes of the model and time of forward + backward over N."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(1, 3)
+    lengths = sorted({row.seq_len for row in rows})
+    for axis, (key, label) in zip(
+        axes,
+        (("gflop", "GFLOP spent"), ("gbyte", "GB moved, model"), ("total_ms", "ms")),
+        strict=True,
+    ):
+        for name in dict.fromkeys(row.backend for row in rows):
+            line = [r for r in rows if r.backend == name and getattr(r, key) is not None]
+            axis.plot([r.seq_len for r in line], [getattr(r, key) for r in line], "o-", label=name)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        axis.set(yscale="log", xlabel="N", ylabel=label)
+        axis.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    row = rows[0]
+    mask = ", causal" if row.causal else ""
+    figure.suptitle(
+        f"forward + backward, D = {row.head_dim}{mask}, batch x N = {row.batch * row.seq_len:,}, "
+        f"{row.heads} heads, {device}",
+        fontsize="medium",
+    )
+    figure.savefig(path, format="png", dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
