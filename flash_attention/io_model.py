@@ -225,10 +225,10 @@ def flash_backward(shape: Shape, block_q: int, block_kv: int, splits: int = 2) -
     return [
         Access("init", "dQ", 0, dq),  # line 5
         Access("_delta_kernel", "O, dO", 2 * shape.q, 0),  # line 19
-        Access("_delta_kernel", "D", 0, shape.rows * SUM),
+        Access("_delta_kernel", "l, 1/l, D", shape.rows * SUM, 2 * shape.rows * SUM),
         Access(kernel, "K, V", 2 * shape.k, 0),  # line 8
         Access(kernel, "Q, dO", 2 * row * shape.element_size, 0),  # line 10 to 12
-        Access(kernel, "m, l, D", visits * 3 * SUM, 0),
+        Access(kernel, "m, 1/l, D", visits * 3 * SUM, 0),
         Access(kernel, adds, row * SUM, row * SUM),  # line 21
         Access(kernel, "dK, dV", 0, 2 * shape.k),  # line 24
         Access("round", "dQ", dq, shape.q),  # and times the scale

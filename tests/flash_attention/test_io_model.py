@@ -77,7 +77,8 @@ def model(accesses: list[io.Access], kernels: tuple[str, ...]) -> Counter:
     for kernel, tensor, read, written in accesses:
         if kernel not in kernels:
             continue
-        size = 4 if tensor in ("O", "m, l", "D", "m, l, D", "dQ", "dQ, atomic") else 2
+        sums = ("O", "m, l", "l, 1/l, D", "m, 1/l, D", "dQ", "dQ, atomic")
+        size = 4 if tensor in sums else 2
         if tensor == "dQ, atomic":
             counts["added", size] += written
         else:
