@@ -12,10 +12,10 @@ the blocks of the table, whose forward tiles are multiples of the backward ones.
 import torch
 import triton
 import triton.language as tl
-from flash_attention.tiles import LOG2_E, add_rows, load_rows, locate, store_rows, visible
 from torch import Tensor
 
 from flash_attention import launch, tiling
+from flash_attention.tiles import LOG2_E, add_rows, load_rows, locate, store_rows, visible
 
 
 def kept_p_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
