@@ -32,6 +32,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import flash_attention_v1, flash_attention_v2, naive_attention
+from scripts.arguments import positive
 from scripts.attention_peers import peers
 from training.devices import versions
 from training.run_folder import replacing
@@ -112,13 +113,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.device.startswith("cuda") and not cuda:
         parser.error(f"--device={args.device}, but there is no CUDA GPU here; give --device=cpu")
     return args
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def available(args: argparse.Namespace) -> dict[str, Callable]:

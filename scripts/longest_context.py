@@ -38,6 +38,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
+from scripts.arguments import positive
 from training import cli, report
 from training.errors import ConfigError
 from training.longest_report import NAME, Row, notes, to_rich, write_plot, write_tables
@@ -157,13 +158,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
             f"--start={args.start} must be from --multiple={args.multiple} to --largest, if given"
         )
     return args
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
 
 
 def positive_number(text: str) -> float:

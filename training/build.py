@@ -1,5 +1,7 @@
 """Builds the parts of a run from its config."""
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -9,6 +11,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.loggers import Logger
 from omegaconf import DictConfig, OmegaConf
 
+from data.errors import DataError
 from data.module import TokenDataModule
 from flash_attention import Attention
 from models.gpt import GPT
@@ -60,6 +63,31 @@ def vocab_size(given: int | None, tokens: int) -> int:
             f"give at least {tokens}, or null"
         )
     return given
+
+
+def tokens_without_corpus(cfg: DictConfig) -> int:
+    """How many tokens the tokeniser knows, or is asked to learn, without its corpus; 0 where that
+    does not matter, because ``model.vocab_size`` is given.
+
+    Raises:
+        ConfigError: only a file that is not there could tell.
+    """
+    if cfg.model.get("vocab_size") is not None:
+        return 0
+    tokenizer = instantiate(cfg.tokenizer)
+    n_tokens = getattr(tokenizer, "vocab_size", None) or getattr(tokenizer, "wanted", None)
+    if n_tokens is None:  # that of a file, which fitting copies
+        try:
+            tokenizer.fingerprint()  # refuses a name that is missing
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.fit([], Path(folder))
+        except DataError as error:
+            raise ConfigError(
+                f"model.vocab_size is not set, and nothing is tokenised here: {error}; "
+                "or give model.vocab_size"
+            ) from error
+        n_tokens = tokenizer.vocab_size
+    return n_tokens
 
 
 def build_model(cfg: DictConfig, settings: dict[str, Any], attention: Attention) -> LitGPT:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from training.memory import OUTSIDE, part_of
+from training.memory import OUTSIDE, during_forward, part_of
 
 ROUNDING = 512  # bytes: PyTorch's allocator on a GPU rounds every allocation up to these
 
@@ -91,15 +91,8 @@ class Ledger(TorchDispatchMode):
             self._inside.pop()
             self._turn()
 
-        handles = []
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
+        with during_forward(model, enter, leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _turn(self) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())

@@ -10,7 +10,7 @@ On a CPU the peak resident set of the process takes the place of the last two.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -180,15 +180,25 @@ class _Ledger:
         def leave(*_):
             self._inside.pop()
 
-        handles = []
-        for module in model.modules():
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
+        with during_forward(model, enter, leave):
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
+
+
+@contextmanager
+def during_forward(
+    model: nn.Module, enter: Callable[..., None], leave: Callable[..., None]
+) -> Iterator[None]:
+    """While the context lasts, call ``enter(module, ...)`` before the forward of each module of the
+    model and ``leave(module, ...)`` after it, also when it raises."""
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave, always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def part_of(module: nn.Module, inside: str) -> str:

@@ -5,11 +5,9 @@ seconds, on a machine without a GPU. A ledger counts their bytes as PyTorch's al
 would (training/ledger.py), and what only a GPU takes is added (training/cuda_memory.py).
 """
 
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +15,10 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from data.errors import DataError
 from models.lit_gpt import LitGPT
 from training.batching import plan_batch
-from training.build import build_model, vocab_size
+from training.build import build_model, tokens_without_corpus, vocab_size
 from training.cuda_memory import PlayedOffload
-from training.errors import ConfigError
 from training.played_step import peak_parts
 
 LONGEST = 2**31  # tokens: no search goes beyond
@@ -142,26 +138,9 @@ def _crossing(peaks: dict[int, float], card_bytes: int) -> float:
 
 def _model(cfg: DictConfig) -> LitGPT:
     settings = OmegaConf.to_container(cfg.model, resolve=True)
-    settings["vocab_size"] = vocab_size(settings.get("vocab_size"), _n_tokens(cfg))
+    settings["vocab_size"] = vocab_size(settings.get("vocab_size"), tokens_without_corpus(cfg))
     uncompiled = OmegaConf.merge(cfg, {"compile": False})
     lit = build_model(uncompiled, settings, instantiate(cfg.attention))
     if lit.model.offload:
         lit.model.offload = PlayedOffload()
     return lit.train()
-
-
-def _n_tokens(cfg: DictConfig) -> int:
-    """How many tokens the tokeniser knows, without its corpus; 0 where that does not matter."""
-    if cfg.model.get("vocab_size") is not None:
-        return 0
-    tokenizer = instantiate(cfg.tokenizer)
-    n_tokens = getattr(tokenizer, "vocab_size", None) or getattr(tokenizer, "wanted", None)
-    if n_tokens is None:  # that of a file, which fitting copies
-        try:
-            tokenizer.fingerprint()  # refuses a name that is missing
-            with tempfile.TemporaryDirectory() as folder:
-                tokenizer.fit([], Path(folder))
-        except DataError as error:
-            raise ConfigError(f"{error}; or give model.vocab_size") from error
-        n_tokens = tokenizer.vocab_size
-    return n_tokens

@@ -28,7 +28,7 @@ from models.lit_gpt import LitGPT
 from training import cli as _resolvers  # noqa: F401  # those that a config refers to
 from training import memory, out_of_memory
 from training.batching import BatchPlan
-from training.build import build_model, build_trainer, vocab_size
+from training.build import build_model, build_trainer, tokens_without_corpus, vocab_size
 from training.console import quiet
 from training.devices import Hardware, check_offload, resolve_hardware
 from training.errors import ConfigError
@@ -111,7 +111,7 @@ def _config(job: dict[str, Any]) -> DictConfig:
 
 def _train(cfg: DictConfig, hardware: Hardware, watch: "StepWatch", cap_bytes: int | None) -> None:
     settings = OmegaConf.to_container(cfg.model, resolve=True)
-    settings["vocab_size"] = vocab_size(cfg.model.get("vocab_size"), n_tokens(cfg))
+    settings["vocab_size"] = vocab_size(cfg.model.get("vocab_size"), tokens_without_corpus(cfg))
     quiet()
     L.seed_everything(cfg.seed, verbose=False)
     batch = BatchPlan(cfg.seq_len, micro_batch_size=1, accumulate=1)
@@ -124,25 +124,6 @@ def _train(cfg: DictConfig, hardware: Hardware, watch: "StepWatch", cap_bytes: i
     warmup = cfg.seq_len if cfg.compile else min(cfg.seq_len, WARMUP_TOKENS)
     lengths = [warmup] * WARMUP_STEPS + [cfg.seq_len] * (cfg.max_steps - WARMUP_STEPS)
     trainer.fit(model, Batches(lengths, settings["vocab_size"]))
-
-
-def n_tokens(cfg: DictConfig) -> int:
-    """Tokens that the tokeniser knows, without a corpus: those it is asked for, or 0 where
-    ``model.vocab_size`` is given.
-
-    Raises:
-        ConfigError: only its file, or a corpus, could tell.
-    """
-    if cfg.model.get("vocab_size") is not None:
-        return 0
-    tokenizer = instantiate(cfg.tokenizer)
-    known = getattr(tokenizer, "vocab_size", None) or getattr(tokenizer, "wanted", None)
-    if known is None:
-        raise ConfigError(
-            "model.vocab_size is not set, and nothing is tokenised here that would tell it; "
-            "give model.vocab_size (50304 for GPT-2's tokeniser)"
-        )
-    return known
 
 
 def _check_ram(model: LitGPT, seq_len: int, trainer: L.Trainer, cap_bytes: int | None) -> None:

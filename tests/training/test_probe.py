@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 
 from flash_attention import NaiveAttention
 from models.loss import ChunkedLoss
-from training import cli, memory, probe
+from training import build, cli, memory, probe
 from training.errors import ConfigError
 
 TINY = ["model.n_layer=1", "model.width=32", "device=cpu"]
@@ -155,7 +155,7 @@ def test_what_ran_out_of_memory_is_said(job, monkeypatch):
     ],
 )
 def test_the_vocabulary_is_known_without_a_corpus(job, overrides, tokens):
-    assert probe.n_tokens(OmegaConf.load(job(*overrides)["config"])) == tokens
+    assert build.tokens_without_corpus(OmegaConf.load(job(*overrides)["config"])) == tokens
 
 
 def test_a_cap_over_the_device_is_refused():
