@@ -6,8 +6,9 @@ that changes is for the counters of a GPU to say (``scripts/io_complexity.py``).
 
 :func:`naive_forward` and :func:`naive_backward` count the operations of ``naive.py``,
 :func:`flash_forward` and :func:`flash_backward` the loads and stores of ``v1/forward.py`` and
-``v1/backward.py``. :func:`standard_elements` and :func:`flash_elements` are the theorem's orders.
-Without dropout, segments and rows that see no key.
+``v1/backward.py``, :func:`flash_v2_forward` and :func:`flash_v2_backward` those of ``v2/``.
+:func:`standard_elements` and :func:`flash_elements` are the theorem's orders. Without dropout,
+segments and rows that see no key.
 """
 
 import math
@@ -235,19 +236,52 @@ def flash_backward(shape: Shape, block_q: int, block_kv: int, splits: int = 2) -
     ]
 
 
-def rows_outside_forward(shape: Shape, block_q: int, block_kv: int) -> list[Access]:
-    """The other order of the loops, Q blocks outside and K/V blocks inside (FlashAttention V2): O,
-    m and l stay on the chip, each Q block walks all of K and V, and O is written once."""
+# FlashAttention V2 -------------------------------------------------------------------------------
+
+
+def key_visits(shape: Shape, block_q: int, block_kv: int) -> int:
+    """How many times a key is loaded where each Q block walks the K/V blocks that its rows see (the
+    tiles of :func:`row_blocks`), of all query heads together."""
     blocks = row_blocks(shape, block_q, block_kv)
-    columns = sum(
-        min(block_kv, shape.nk - j * block_kv) * len(walked) for j, walked in enumerate(blocks)
+    visited = sum(
+        len(walked) * min(block_kv, shape.nk - j * block_kv) for j, walked in enumerate(blocks)
     )
-    kv = 2 * shape.batch * shape.heads * columns * shape.head_dim * shape.element_size
+    return shape.batch * shape.heads * visited
+
+
+def flash_v2_forward(shape: Shape, block_q: int, block_kv: int) -> list[Access]:
+    """Algorithm 1 of arXiv:2307.08691 as ``v2/forward.py`` runs it: Q blocks outside. O, m and l
+    stay on the chip and are written once, O as it is returned."""
+    kv = 2 * key_visits(shape, block_q, block_kv) * shape.head_dim * shape.element_size
+    kernel = "_forward_kernel"
     return [
-        Access("forward", "Q", shape.q, 0),
-        Access("forward", "K, V", kv, 0),
-        Access("forward", "O", 0, shape.q),
-        Access("forward", "log-sum-exp", 0, shape.rows * SUM),
+        Access(kernel, "Q", shape.q, 0),  # line 4
+        Access(kernel, "K, V", kv, 0),  # line 7
+        Access(kernel, "O", 0, shape.q),  # lines 12 and 14
+        Access(kernel, "m, l", 0, shape.rows * 2 * SUM),  # in place of their log-sum-exp
+    ]
+
+
+def flash_v2_backward(
+    shape: Shape, block_q: int, block_kv: int, dq_block_q: int, dq_block_kv: int
+) -> list[Access]:
+    """Algorithm 2 of arXiv:2307.08691 as ``v2/backward.py`` runs it: dK and dV with the K/V blocks
+    outside, and in place of adding to dQ in memory a kernel for it, with blocks of its own and the
+    Q blocks outside."""
+    visits = row_visits(shape, block_q, block_kv)
+    kv = 2 * key_visits(shape, dq_block_q, dq_block_kv) * shape.head_dim * shape.element_size
+    kernel, dq_kernel = "_dk_dv_kernel", "_dq_kernel"
+    return [
+        Access("_delta_kernel", "O, dO", 2 * shape.q, 0),  # line 4
+        Access("_delta_kernel", "l, 1/l, D", shape.rows * SUM, 2 * shape.rows * SUM),
+        Access(kernel, "K, V", 2 * shape.k, 0),  # line 6
+        Access(kernel, "Q, dO", 2 * visits * shape.head_dim * shape.element_size, 0),  # line 9
+        Access(kernel, "m, 1/l, D", visits * 3 * SUM, 0),
+        Access(kernel, "dK, dV", 0, 2 * shape.k),  # line 18
+        Access(dq_kernel, "Q, dO", 2 * shape.q, 0),
+        Access(dq_kernel, "m, 1/l, D", shape.rows * 3 * SUM, 0),
+        Access(dq_kernel, "K, V", kv, 0),
+        Access(dq_kernel, "dQ", 0, shape.q),
     ]
 
 
@@ -275,11 +309,24 @@ def naive_flops(shape: Shape, backward: bool = False) -> int:
 
 
 def flash_flops(shape: Shape, block_q: int, block_kv: int, backward: bool = False) -> int:
-    """Of the tiles' matrix products, whole tiles counted: 2 products, backward 5, since S is
+    """Of the tiles' matrix products, whole tiles counted: 2 products, V1's backward 5, since S is
     computed again. A causal mask leaves out the tiles above the diagonal."""
+    return (5 if backward else 2) * _product_flops(shape, block_q, block_kv)
+
+
+def flash_v2_backward_flops(
+    shape: Shape, block_q: int, block_kv: int, dq_block_q: int, dq_block_kv: int
+) -> int:
+    """As :func:`flash_flops`, which is V2's forward too: S, dP, dV and dK in the one kernel, S and
+    dP again and dQ in the other."""
+    dk_dv = 4 * _product_flops(shape, block_q, block_kv)
+    return dk_dv + 3 * _product_flops(shape, dq_block_q, dq_block_kv)
+
+
+def _product_flops(shape: Shape, block_q: int, block_kv: int) -> int:
+    """Of one product of every tile."""
     tiles = sum(map(len, row_blocks(shape, block_q, block_kv)))
-    entries = shape.batch * shape.heads * tiles * block_q * block_kv
-    return (5 if backward else 2) * 2 * entries * shape.head_dim
+    return 2 * shape.batch * shape.heads * tiles * block_q * block_kv * shape.head_dim
 
 
 class Roofline(NamedTuple):

@@ -4,13 +4,14 @@ operations, a GPU's counters, and the orders of the paper's theorem."""
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from flash_attention import gpus, masks, naive_attention, tiling
+from flash_attention import flash_attention_v2, gpus, masks, naive_attention, tiling
 from flash_attention import io_model as io
 from flash_attention.io_model import Shape
 from tests.flash_attention.parity import make_inputs
@@ -35,15 +36,15 @@ def counted(monkeypatch) -> Counter:
     def counting(name: str, what: str):
         real = getattr(InterpreterBuilder, name)
 
-        def call(self, *args):
+        def call(self, *args, **options):
             if name == "create_dot":
                 a, b = args[0].data, args[1].data
                 counts["flops"] += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-                return real(self, *args)
+                return real(self, *args, **options)
             named = dict(zip(ARGUMENTS[name], args, strict=False))
             size = named["pointers"].get_element_ty().primitive_bitwidth // 8
-            counts[what, size] += size * int(named["mask"].data.sum())
-            return real(self, *args)
+            counts[what, size] += size * int(np.count_nonzero(named["mask"].data))
+            return real(self, *args, **options)
 
         monkeypatch.setattr(InterpreterBuilder, name, call)
 
@@ -70,14 +71,18 @@ KERNELS = [
 ]
 
 
-def model(accesses: list[io.Access], kernels: tuple[str, ...]) -> Counter:
+STATISTICS = ("m, l", "l, 1/l, D", "m, 1/l, D")
+V2_KERNELS = ("_forward_kernel", "_delta_kernel", "_dk_dv_kernel", "_dq_kernel")
+V1_SUMS = (*STATISTICS, "O", "dQ", "dQ, atomic")
+
+
+def model(accesses: list[io.Access], sums: tuple[str, ...], kernels: tuple[str, ...]) -> Counter:
     """The model's bytes in the fixture's terms. Inputs and gradients have 2 bytes an element, sums
     and statistics 4."""
     counts = Counter()
     for kernel, tensor, read, written in accesses:
         if kernel not in kernels:
             continue
-        sums = ("O", "m, l", "l, 1/l, D", "m, 1/l, D", "dQ", "dQ, atomic")
         size = 4 if tensor in sums else 2
         if tensor == "dQ, atomic":
             counts["added", size] += written
@@ -108,7 +113,7 @@ def test_the_forward_kernel_loads_and_stores_what_the_model_says(case, counted):
     forward.forward(q, k, v, causal=shape.causal, splits=splits, blocks=blocks, **OPTIONS)
     flops = counted.pop("flops")
     said = io.flash_forward(shape, block_q, block_kv, splits)
-    assert counted == model(said, ("_forward_kernel",))
+    assert counted == model(said, V1_SUMS, ("_forward_kernel",))
     # The kernel pads the head dim to a power of two; the model counts the products that matter.
     padded = tiling.padded_head_dim(shape.head_dim) / shape.head_dim
     assert flops == padded * io.flash_flops(shape, block_q, block_kv)
@@ -127,9 +132,31 @@ def test_the_backward_kernels_load_and_store_what_the_model_says(case, counted):
     )
     flops = counted.pop("flops")
     said = io.flash_backward(shape, block_q, block_kv, splits)
-    assert counted == model(said, ("_delta_kernel", "_backward_kernel"))
+    assert counted == model(said, V1_SUMS, ("_delta_kernel", "_backward_kernel"))
     padded = tiling.padded_head_dim(shape.head_dim) / shape.head_dim
     assert flops == padded * io.flash_flops(shape, block_q, block_kv, backward=True)
+
+
+@pytest.mark.parametrize("case", KERNELS, ids=str)
+def test_v2_s_kernels_load_and_store_what_the_model_says(case, counted):
+    shape, inputs = made(case)
+    q, k, v, do = inputs
+    *_, block_q, block_kv, _ = case
+    padded = tiling.padded_head_dim(shape.head_dim) / shape.head_dim
+    o = flash_attention_v2(
+        *(t.requires_grad_() for t in (q, k, v)),
+        causal=shape.causal, deterministic=True, block_q=block_q, block_kv=block_kv,
+    )  # fmt: skip
+    assert counted.pop("flops") == padded * io.flash_flops(shape, block_q, block_kv)
+    said = io.flash_v2_forward(shape, block_q, block_kv)
+    assert counted == model(said, STATISTICS, V2_KERNELS)
+    counted.clear()
+
+    torch.autograd.grad(o, (q, k, v), do)
+    blocks = (block_q, block_kv) * 2
+    assert counted.pop("flops") == padded * io.flash_v2_backward_flops(shape, *blocks)
+    said = io.flash_v2_backward(shape, *blocks)
+    assert counted == model(said, STATISTICS, V2_KERNELS)
 
 
 # Counters of a GPU --------------------------------------------------------------------------------
@@ -303,13 +330,35 @@ def test_the_inner_loop_walks_the_blocks_with_a_row_that_sees_a_key(nq, nk, caus
 
 
 @pytest.mark.parametrize(("nq", "nk", "causal"), LOOPS)
-def test_rows_outside_reads_the_keys_of_each_visible_tile_and_writes_o_once(nq, nk, causal):
+def test_v2_reads_the_keys_of_each_visible_tile_and_writes_o_once(nq, nk, causal):
     mask = seen(nq, nk, causal)
     keys = sum(c.shape[1] for r in mask.split(16) for c in r.split(32, dim=1) if c.any())
-    said = io.rows_outside_forward(Shape(2, 3, nq, nk, 16, causal=causal), 16, 32)
-    read, written = io.traffic(said)
+    read, written = io.traffic(io.flash_v2_forward(Shape(2, 3, nq, nk, 16, causal=causal), 16, 32))
     assert read == 6 * (nq * 16 * 2 + 2 * keys * 16 * 2)
-    assert written == 6 * nq * (16 * 2 + 4)
+    assert written == 6 * nq * (16 * 2 + 2 * 4)
+
+
+@pytest.mark.parametrize(("nq", "nk", "causal"), LOOPS)
+def test_v2_s_two_backward_kernels_walk_the_visible_tiles_of_their_own_blocks(nq, nk, causal):
+    """dK and dV: 16 x 32; dQ: 32 x 16."""
+    mask = seen(nq, nk, causal)
+    visible = [
+        [c for r in mask.split(block_q) for c in r.split(block_kv, dim=1) if c.any()]
+        for block_q, block_kv in ((16, 32), (32, 16))
+    ]
+    rows = sum(len(tile) for tile in visible[0])
+    keys = sum(tile.shape[1] for tile in visible[1])
+    shape = Shape(2, 3, nq, nk, 16, causal=causal)
+    said = io.flash_v2_backward(shape, 16, 32, 32, 16)
+    read, written = io.traffic(said, "_dk_dv_kernel")
+    assert read == 6 * (2 * nk * 16 * 2 + rows * (2 * 16 * 2 + 3 * 4))
+    assert written == 6 * 2 * nk * 16 * 2
+    read, written = io.traffic(said, "_dq_kernel")
+    assert read == 6 * (nq * (2 * 16 * 2 + 3 * 4) + 2 * keys * 16 * 2)
+    assert written == 6 * nq * 16 * 2
+    tile = 2 * 16 * 32 * 16  # of one product
+    products = 4 * len(visible[0]) + 3 * len(visible[1])
+    assert io.flash_v2_backward_flops(shape, 16, 32, 32, 16) == 6 * products * tile
 
 
 # The roofline -------------------------------------------------------------------------------------
