@@ -257,8 +257,8 @@ def flash_v2_forward(shape: Shape, block_q: int, block_kv: int) -> list[Access]:
     return [
         Access(kernel, "Q", shape.q, 0),  # line 4
         Access(kernel, "K, V", kv, 0),  # line 7
-        Access(kernel, "O", 0, shape.q),  # lines 12 and 14
-        Access(kernel, "m, l", 0, shape.rows * 2 * SUM),  # in place of their log-sum-exp
+        Access(kernel, "O", 0, shape.q),  # line 14
+        Access(kernel, "m, l", 0, shape.rows * 2 * SUM),  # line 15, in place of log-sum-exp
     ]
 
 

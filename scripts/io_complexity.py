@@ -1,14 +1,18 @@
 """Sets the bytes that attention moves beside the IO model: over N, over the block size, over L2.
 
-    python scripts/io_complexity.py lengths --out results/h200_io    # naive against flash, over N
+    python scripts/io_complexity.py lengths --out results/h200_io    # naive, flash_v1, flash_v2
     python scripts/io_complexity.py blocks --out results/h200_io     # the paper's figure 2
     python scripts/io_complexity.py l2 --out results/h200_io         # where model and DRAM part
     python scripts/io_complexity.py lengths --gpu h200               # without a GPU: the model
+    python scripts/io_complexity.py lengths --attentions flash_v2 --seq-lens 4096
 
-On a GPU each shape runs in a process of its own under Nsight Compute (ncu), which counts what goes
-between L2 and DRAM and between the processors and L2; times are taken without it. Forward and
-backward of one call, operations around the kernels included in "lengths"; "blocks" and "l2" look
-at flash_v1's forward kernel alone. Inputs are bfloat16.
+On a GPU Nsight Compute (ncu) counts what goes between L2 and DRAM and between the processors and
+L2, in one process for each attention; times are taken without it. "lengths" looks at forward and
+backward of one call, operations around the kernels included; "blocks" and "l2" at the forward
+kernels of flash_v1 and flash_v2 alone. Inputs are bfloat16.
+
+"blocks" is over the rows of the block that stays on the chip while the other tensors pass: of K and
+V in flash_v1, of Q in flash_v2. The blocks that pass have 64 rows.
 
 The model has no cache. The processors ask L2 for what the model counts, plus what the compiler
 spills out of registers; DRAM is asked for what L2 does not hold. ncu empties the caches before each
@@ -18,6 +22,7 @@ not counted.
 
 import argparse
 import csv
+import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -31,20 +36,23 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-import flash_attention
 from flash_attention import gpus, io_model, tiling
+from flash_attention.v2 import tables
 from scripts import io_plots, ncu
+from scripts.arguments import positive
 from scripts.show_tiling import find_gpu
 from training.devices import versions
 from training.run_folder import replacing
 
 PARTS = ("lengths", "blocks", "l2")
-NCU_LIMIT_S = 120
+ATTENTIONS = ("naive", "flash_v1", "flash_v2")
+PASSING_BLOCK = 64  # of "blocks"
+NCU_LIMIT_S = 240  # for all cases of one attention
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call to look at. blocks: of flash_v1's forward and backward; None takes the table's."""
+    """One call to look at. Blocks: of a flash attention's kernels; None takes the tables'."""
 
     attention: str
     batch: int
@@ -77,6 +85,8 @@ class Row:
     kernel: str
     block_q: int | None = None
     block_kv: int | None = None
+    dq_block_q: int | None = None  # of the kernel that flash_v2 has for dQ
+    dq_block_kv: int | None = None
     flops: int | None = None
     model_read: int | None = None
     model_written: int | None = None
@@ -111,15 +121,12 @@ def _sum(a: float | None, b: float | None) -> float | None:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    rows: list[Row] = []
+    todo = [(case, modelled(case, args.gpu)) for case in cases(args)]
+    rows = [row for _, these in todo for row in these]
     console = Console(width=None if sys.stdout.isatty() else 150)
-    for case in track(cases(args), args.part, console=Console(stderr=True)):
-        these = modelled(case, args.gpu)
-        if args.measure:
-            measure(case, these, args)
-        rows += these
-        if args.out:  # after every case: a crash loses none of those before it
-            write(rows, Path(f"{args.out}_{args.part}.csv"), args.gpu)
+    if args.measure:
+        measure(todo, rows, args)
+    save(rows, args)
     if args.out:
         with replacing(Path(f"{args.out}_{args.part}.png")) as partial:
             io_plots.PLOTS[args.part](rows, args.gpu, partial)
@@ -131,6 +138,11 @@ def main(argv: list[str] | None = None) -> int:
     return int(bool(failed))
 
 
+def save(rows: list[Row], args: argparse.Namespace) -> None:
+    if args.out:
+        write(rows, Path(f"{args.out}_{args.part}.csv"), args.gpu)
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -140,10 +152,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("part", choices=PARTS)
     add("--gpu", metavar="GPU", help="of the model; default: the one that is here")
     add("--measure", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
+    add("--attentions", nargs="+", choices=ATTENTIONS, metavar="NAME", help="default: all")
     add("--head-dim", type=positive, default=64, metavar="D")
     add("--heads", nargs="+", type=positive, help="lengths, blocks: one; l2: several")
     add("--seq-lens", nargs="+", type=positive, metavar="N", help="lengths: several; else one")
-    add("--block-sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256], metavar="Bc")
+    add("--block-sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256], metavar="ROWS")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
     add("--rounds", type=positive, default=10, help="timings of each case (default: 10)")
     add("--cache-control", choices=("all", "none"), default="all", help="ncu's, before a kernel")
@@ -155,6 +168,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"--block-sizes: {min(bad)}; give some of {tiling.BLOCK_SIZES}")
     heads = {"lengths": [32], "blocks": [32], "l2": [4, 8, 16, 32, 64, 128, 256]}
     lengths = {"lengths": [1024, 2048, 4096, 8192], "blocks": [8192], "l2": [4096]}
+    known = ATTENTIONS if args.part == "lengths" else ATTENTIONS[1:]
+    args.attentions = args.attentions or known
+    if not set(args.attentions) <= set(known):
+        parser.error(f"--attentions: {args.part} takes {', '.join(known)}")
     args.heads = args.heads or heads[args.part]
     args.seq_lens = args.seq_lens or lengths[args.part]
     if args.part != "l2" and len(args.heads) > 1:
@@ -168,55 +185,46 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise ValueError
-    return value
-
-
 def cases(args: argparse.Namespace) -> list[Case]:
     d, causal = args.head_dim, args.causal
     if args.part == "blocks":
-        n, heads = args.seq_lens[0], args.heads[0]
         return [
-            Case("flash_v1", 1, heads, n, d, causal, 64, block_kv, "_forward_kernel")
-            for block_kv in args.block_sizes
+            Case(name, 1, args.heads[0], args.seq_lens[0], d, causal, *sizes, "_forward_kernel")
+            for name in args.attentions
+            for sizes in (staying(name, size) for size in args.block_sizes)
         ]
     if args.part == "l2":
-        n = args.seq_lens[0]
         return [
-            Case("flash_v1", 1, heads, n, d, causal, kernel="_forward_kernel")
+            Case(name, 1, heads, args.seq_lens[0], d, causal, kernel="_forward_kernel")
+            for name in args.attentions
             for heads in args.heads
         ]
-    names = ["naive", "flash_v1"]
-    if hasattr(flash_attention, "flash_attention_v2"):
-        names.append("flash_v2")
-    return [Case(name, 1, args.heads[0], n, d, causal) for n in args.seq_lens for name in names]
+    return [
+        Case(name, 1, args.heads[0], n, d, causal)
+        for n in args.seq_lens
+        for name in args.attentions
+    ]
+
+
+def staying(attention: str, rows: int) -> tuple[int, int]:
+    """block_q and block_kv where the block that stays on the chip has so many rows."""
+    return (rows, PASSING_BLOCK) if attention == "flash_v2" else (PASSING_BLOCK, rows)
 
 
 # The model ----------------------------------------------------------------------------------------
 
 
 def modelled(case: Case, gpu: gpus.Gpu) -> list[Row]:
-    """Forward, and backward unless one kernel is looked at, with the model's columns filled in.
-    What the model does not know (flash_v2) is left empty."""
-    directions = ["forward"] if case.kernel else ["forward", "backward"]
+    """Forward, and backward unless one kernel is looked at, with the model's columns filled in."""
+    count = {"naive": naive, "flash_v1": flash_v1, "flash_v2": flash_v2}[case.attention]
     rows = []
-    for direction in directions:
+    for direction in ["forward"] if case.kernel else ["forward", "backward"]:
         row = Row(
             case.attention, direction, case.batch, case.heads, case.seq_len, case.head_dim,
             case.causal, case.kernel or "all",
         )  # fmt: skip
         rows.append(row)
-        if case.attention == "naive":
-            count = io_model.naive_forward if direction == "forward" else io_model.naive_backward
-            accesses = count(case.shape)
-            row.flops = io_model.naive_flops(case.shape, direction == "backward")
-        elif case.attention == "flash_v1":
-            accesses = flash_v1(case, row, gpu)
-        else:
-            continue
+        accesses = count(case, row, gpu)
         row.model_read, row.model_written = io_model.traffic(accesses, case.kernel)
         line = io_model.roofline(row.flops, row.model, gpu)
         row.intensity, row.bound = line.intensity, line.bound
@@ -224,8 +232,15 @@ def modelled(case: Case, gpu: gpus.Gpu) -> list[Row]:
     return rows
 
 
+def naive(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
+    """The accesses of one direction; fills in the row's FLOPs."""
+    backward = row.direction == "backward"
+    row.flops = io_model.naive_flops(case.shape, backward)
+    return (io_model.naive_backward if backward else io_model.naive_forward)(case.shape)
+
+
 def flash_v1(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
-    """The accesses of one direction, with the blocks and splits that the launcher takes."""
+    """As :func:`naive`, with the blocks and splits that the launcher takes."""
     backward = row.direction == "backward"
     choose = tiling.backward_blocks if backward else tiling.forward_blocks
     blocks = choose(case.head_dim, case.shape.element_size).override(case.block_q, case.block_kv)
@@ -239,51 +254,114 @@ def flash_v1(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
     return io_model.flash_forward(case.shape, *sizes, splits)
 
 
+def flash_v2(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
+    """As :func:`naive`, with the blocks that the launcher takes."""
+
+    def sizes(table: dict) -> tuple[int, int]:
+        blocks = tiling.tuned(table, case.head_dim, case.shape.element_size)
+        blocks = blocks.override(case.block_q, case.block_kv)
+        return blocks.block_q, blocks.block_kv
+
+    if row.direction == "forward":
+        row.block_q, row.block_kv = sizes(tables.FORWARD)
+        row.flops = io_model.flash_flops(case.shape, row.block_q, row.block_kv)
+        return io_model.flash_v2_forward(case.shape, row.block_q, row.block_kv)
+    row.block_q, row.block_kv = sizes(tables.BACKWARD)
+    row.dq_block_q, row.dq_block_kv = sizes(tables.DQ_PASS)
+    both = (row.block_q, row.block_kv, row.dq_block_q, row.dq_block_kv)
+    row.flops = io_model.flash_v2_backward_flops(case.shape, *both)
+    return io_model.flash_v2_backward(case.shape, *both)
+
+
 # The measurement ----------------------------------------------------------------------------------
 
 
-def measure(case: Case, rows: list[Row], args: argparse.Namespace) -> None:
-    """Fill in the times and the counters of a case, and its status."""
+def measure(todo: list[tuple[Case, list[Row]]], rows: list[Row], args) -> None:
+    """Fill in the times of each case, then the counters of those that ran, and their status."""
+    progress = Console(stderr=True)
+    for case, these in track(todo, f"{args.part}: times", console=progress):
+        take_times(case, these, args.rounds)  # compiles, for ncu too
+        save(rows, args)  # at once: a crash loses nothing that is known
+    for name in track(args.attentions, f"{args.part}: counters", console=progress):
+        ran = [(c, these) for c, these in todo if c.attention == name and these[0].ms]
+        if ran:
+            take_counters(ran, args.cache_control)
+            save(rows, args)
+
+
+def take_times(case: Case, rows: list[Row], rounds: int) -> None:
     try:
-        times = timed(case, args.rounds)  # compiles, for ncu too
-        kernels = ncu.profile(probe(case), args.cache_control, timeout_s=NCU_LIMIT_S)
-        fill(rows, kernels, case.kernel)
-    except (ncu.NcuError, torch.OutOfMemoryError, ValueError) as error:
-        for row in rows:
-            row.status = str(error).splitlines()[0]
-        print(error, file=sys.stderr, flush=True)
-        return
-    for row, ms in zip(rows, times, strict=False):
-        row.ms, row.status = ms, "ok"
+        times = timed(case, rounds)
+    except (torch.OutOfMemoryError, ValueError) as error:  # too large; blocks that do not fit
+        return refuse(rows, error)
+    for row, ms in zip(rows, times, strict=True):
+        row.ms = ms
 
 
-def probe(case: Case) -> list[str]:
-    """The command line that runs a case once for ncu."""
+def take_counters(todo: list[tuple[Case, list[Row]]], cache_control: str) -> None:
+    """One process for all these cases: its start costs more than what ncu counts in it."""
+    try:
+        program = probe([case for case, _ in todo])
+        parts = directions(ncu.profile(program, cache_control, NCU_LIMIT_S), len(todo))
+    except ncu.NcuError as error:
+        return refuse([row for _, rows in todo for row in rows], error)
+    for (case, rows), part in zip(todo, parts, strict=True):
+        try:
+            fill(rows, part, case.kernel)
+        except ncu.NcuError as error:
+            refuse(rows, error)
+
+
+def refuse(rows: list[Row], error: Exception) -> None:
+    for row in rows:
+        row.status = str(error).splitlines()[0]
+    print(error, file=sys.stderr, flush=True)
+
+
+def probe(todo: list[Case]) -> list[str]:
+    """The command line that runs each case once for ncu."""
     command = [sys.executable, "-m", "scripts.io_probe"]
-    for name in ("attention", "batch", "heads", "seq_len", "head_dim", "block_q", "block_kv"):
-        if getattr(case, name) is not None:
-            command.append(f"--{name.replace('_', '-')}={getattr(case, name)}")
-    command += ["--causal"] * case.causal + ["--forward-only"] * (case.kernel is not None)
+    for case in todo:
+        given = {key: value for key, value in asdict(case).items() if value is not None}
+        given["forward_only"] = given.pop("kernel", None) is not None
+        command.append(json.dumps(given))
     return command
 
 
-def fill(rows: list[Row], kernels: list[ncu.Kernel], only: str | None) -> None:
-    """The counters of forward, before the probe's boundary, and of backward, after it.
+def directions(kernels: list[ncu.Kernel], count: int) -> list[list[list[ncu.Kernel]]]:
+    """The kernels of ``count`` cases, of each: those of forward, those of backward. A boundary of
+    the probe ends each of the two.
 
     Raises:
-        NcuError: the boundary, or the kernel that is looked at, was not among those counted.
+        NcuError: there are more or fewer boundaries.
     """
-    names = [kernel.name for kernel in kernels]
-    if "_boundary" not in names:
-        raise ncu.NcuError(f"no boundary between forward and backward among {names}")
-    at = names.index("_boundary")
-    for row, part in zip(rows, (kernels[:at], kernels[at + 1 :]), strict=False):
+    parts = [[]]
+    for kernel in kernels:
+        if kernel.name == "_boundary":
+            parts.append([])
+        else:
+            parts[-1].append(kernel)
+    if len(parts) != 2 * count + 1 or parts.pop():
+        names = [kernel.name for kernel in kernels]
+        raise ncu.NcuError(f"no forward and backward of {count} cases between boundaries: {names}")
+    return [parts[i : i + 2] for i in range(0, 2 * count, 2)]
+
+
+def fill(rows: list[Row], parts: list[list[ncu.Kernel]], only: str | None) -> None:
+    """The counters of a case's forward and backward.
+
+    Raises:
+        NcuError: no kernel, or not the one that is looked at, was among those counted.
+    """
+    for row, part in zip(rows, parts, strict=False):  # one kernel alone: there is no backward
         those = [kernel for kernel in part if only in (None, kernel.name)]
         if not those:
+            names = [kernel.name for kernel in part]
             raise ncu.NcuError(f"no kernel {only or ''} in {row.direction}; found {names}")
         for name in ("l2_read", "l2_written", "spilled", "dram_read", "dram_written"):
             setattr(row, name, sum(getattr(kernel, name) for kernel in those))
         row.ncu_ms = 1e3 * sum(kernel.seconds for kernel in those)
+        row.status = "ok"
 
 
 def timed(case: Case, rounds: int) -> list[float]:
@@ -327,6 +405,7 @@ def table(rows: list[Row], part: str) -> Table:
         "heads": lambda r: r.heads,
         "N": lambda r: f"{r.seq_len:,}",
         "Br x Bc": lambda r: f"{r.block_q} x {r.block_kv}" if r.block_q else None,
+        "of dQ": lambda r: f"{r.dq_block_q} x {r.dq_block_kv}" if r.dq_block_q else None,
         "model": lambda r: _giga(r.model),
         "FLOP/byte": lambda r: r.intensity and f"{r.intensity:.0f}",
         "bound": lambda r: r.bound,

@@ -1,4 +1,4 @@
-"""The figures of io_complexity.py: bytes over N, over the block size, and over the size of O."""
+"""The figures of io_complexity.py: bytes over N, over the block size, and over the heads."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +11,21 @@ from flash_attention import gpus
 
 Row = Any  # scripts.io_complexity.Row
 
+COLORS = {"naive": "C0", "flash_v1": "C1", "flash_v2": "C2"}
+
 
 def lengths(rows: list[Row], gpu: gpus.Gpu, path: Path) -> None:
     """Bytes over N, forward and backward, and each shape's place on the roofline."""
     figure, (forward, backward, roof) = _new_figure(3)
     names = list(dict.fromkeys(row.attention for row in rows))
     for direction, axis in (("forward", forward), ("backward", backward)):
-        for i, name in enumerate(names):
+        for name in names:
             here = [r for r in rows if (r.attention, r.direction) == (name, direction)]
-            _draw(axis, here, lambda r: r.seq_len, f"C{i}", name)
+            _draw(axis, here, lambda r: r.seq_len, name)
         _powers_of_two(axis, {row.seq_len for row in rows})
         axis.set(title=direction, xlabel="N", ylabel="bytes", yscale="log")
-        axis.legend(fontsize=8)
+    handles, labels = forward.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=9, fontsize=8)
     _draw_roof(roof, rows, names, gpu)
     _finish(figure, f"bytes moved by attention, {_about(rows[0])}, {gpu.name}", path)
 
@@ -36,7 +39,7 @@ def _draw_roof(axis, rows: list[Row], names: list[str], gpu: gpus.Gpu) -> None:
         "k-",
         lw=1,
     )
-    for i, name in enumerate(names):
+    for name in names:
         for direction, marker in (("forward", "o"), ("backward", "s")):
             here = [
                 r
@@ -47,13 +50,13 @@ def _draw_roof(axis, rows: list[Row], names: list[str], gpu: gpus.Gpu) -> None:
                 [r.flops / (r.dram or r.model) for r in here],
                 [r.flops / r.ms / 1e9 for r in here],
                 marker,
-                color=f"C{i}",
+                color=COLORS[name],
                 label=f"{name}, {direction}" if here else None,
             )
-    for i, name in enumerate(names):
+    for name in names:
         for row in rows:
             if row.attention == name and row.intensity:
-                axis.axvline(row.intensity, ymax=0.04, color=f"C{i}", lw=1)
+                axis.axvline(row.intensity, ymax=0.04, color=COLORS[name], lw=1)
     axis.set(xscale="log", yscale="log", title="roofline (ticks: the model's intensity)")
     axis.set(xlabel="FLOP per byte of DRAM", ylabel="TFLOP/s")
     axis.grid(alpha=0.3)
@@ -62,60 +65,68 @@ def _draw_roof(axis, rows: list[Row], names: list[str], gpu: gpus.Gpu) -> None:
 
 
 def blocks(rows: list[Row], gpu: gpus.Gpu, path: Path) -> None:
-    """The paper's figure 2: bytes and time of the forward kernel over Bc."""
-    figure, (axis,) = _new_figure(1)
-    _draw(axis, rows, lambda r: r.block_kv, "C0", "")
-    _powers_of_two(axis, {row.block_kv for row in rows})
-    axis.set(xlabel="Bc, rows of a K/V block", ylabel="bytes", yscale="log")
-    times = axis.twinx()
-    for key, style, label in (
-        ("ncu_ms", "C1s-", "time of the kernel"),
-        ("roofline_ms", "C1:", "time, roofline of the model"),
-    ):
-        known = [r for r in rows if getattr(r, key)]
-        if known:
-            times.plot([r.block_kv for r in known], [getattr(r, key) for r in known], style,
-                       label=label)  # fmt: skip
-    times.set(ylabel="ms")
-    times.set_ylim(bottom=0)
-    handles, labels = zip(
-        *(pair for a in (axis, times) for pair in zip(*a.get_legend_handles_labels(), strict=True)),
-        strict=True,
-    )
-    axis.legend(handles, labels, fontsize=8)
-    title = f"flash_v1 forward, Br = {rows[0].block_q}, N = {rows[0].seq_len:,}, {_about(rows[0])}"
+    """The paper's figure 2: bytes and time of the forward kernels over the rows of the block that
+    stays on the chip."""
+    figure, (moved, times) = _new_figure(2)
+    for name in dict.fromkeys(row.attention for row in rows):
+        here = [row for row in rows if row.attention == name]
+        _draw(moved, here, _staying, name)
+        for key, style, label in (
+            ("roofline_ms", ":", "roofline of the model"),
+            ("ncu_ms", "s-", "measured"),
+        ):
+            known = [row for row in here if getattr(row, key)]
+            if known:
+                times.plot(
+                    [_staying(row) for row in known],
+                    [getattr(row, key) for row in known],
+                    style,
+                    color=COLORS[name],
+                    label=f"{name} {label}",
+                )
+    for axis, ylabel in ((moved, "bytes"), (times, "ms of the kernel")):
+        _powers_of_two(axis, {_staying(row) for row in rows})
+        axis.set(xlabel="rows of the block that stays on the chip", ylabel=ylabel, yscale="log")
+        axis.legend(fontsize=8)
+    title = f"forward kernels, N = {rows[0].seq_len:,}, {_about(rows[0])}"
     _finish(figure, f"{title}, {gpu.name}", path)
 
 
+def _staying(row: Row) -> int:
+    return row.block_q if row.attention == "flash_v2" else row.block_kv
+
+
 def l2(rows: list[Row], gpu: gpus.Gpu, path: Path) -> None:
-    """Measured bytes over the model's, against the size of the O that is carried."""
+    """Measured bytes over the model's, against the size of the O that flash_v1 carries."""
     figure, (axis,) = _new_figure(1)
 
-    def size(row: Row) -> float:  # float32
+    def size(row: Row) -> float:
         return row.batch * row.heads * row.seq_len * row.head_dim * 4 / gpus.MIB
 
-    for key, style, label in (
-        ("l2", "C1x-", "between processors and L2"),
-        ("dram", "C0o-", "between L2 and DRAM"),
-    ):
-        known = [r for r in rows if getattr(r, key)]
-        if known:
-            ratios = [getattr(r, key) / r.model for r in known]
-            axis.plot([size(r) for r in known], ratios, style, label=label)
+    for name in dict.fromkeys(row.attention for row in rows):
+        for key, style, label in (
+            ("l2", "x--", "between processors and L2"),
+            ("dram", "o-", "between L2 and DRAM"),
+        ):
+            known = [r for r in rows if r.attention == name and getattr(r, key)]
+            if known:
+                ratios = [getattr(r, key) / r.model for r in known]
+                label = f"{name}, {label}"
+                axis.plot([size(r) for r in known], ratios, style, color=COLORS[name], label=label)
     axis.axhline(1.0, color="black", lw=1, label="the model")
     axis.axvline(gpu.l2 / gpus.MIB, color="grey", ls=":", label=f"L2: {gpu.l2 / gpus.MIB:.0f} MiB")
     _powers_of_two(axis, {size(row) for row in rows})
     axis.set(xlabel="O in float32, MiB", ylabel="bytes counted / bytes of the model")
-    axis.set_ylim(bottom=0)
+    axis.set_ylim(0, max(1.1, axis.get_ylim()[1]))
     axis.legend(fontsize=8)
-    title = f"flash_v1 forward kernel, N = {rows[0].seq_len:,}, D = {rows[0].head_dim}"
+    title = f"forward kernels, N = {rows[0].seq_len:,}, D = {rows[0].head_dim}"
     _finish(figure, f"{title}, {gpu.name}", path)
 
 
 PLOTS = {"lengths": lengths, "blocks": blocks, "l2": l2}
 
 
-def _draw(axis, rows: list[Row], x: Callable[[Row], float], color: str, name: str) -> None:
+def _draw(axis, rows: list[Row], x: Callable[[Row], float], name: str) -> None:
     """The model as a line, the counters of DRAM and L2 as marks."""
     for key, style, label in (
         ("model", "-", "model"),
@@ -125,7 +136,8 @@ def _draw(axis, rows: list[Row], x: Callable[[Row], float], color: str, name: st
         known = [row for row in rows if getattr(row, key)]
         if known:
             values = [getattr(row, key) for row in known]
-            axis.plot([x(r) for r in known], values, style, color=color, label=f"{name} {label}")
+            at = [x(row) for row in known]
+            axis.plot(at, values, style, color=COLORS[name], label=f"{name} {label}")
 
 
 def _powers_of_two(axis, ticks: set[float]) -> None:

@@ -1,12 +1,15 @@
-"""One forward and backward of one attention at one shape: the program that ncu watches.
+"""Forward and backward of some attentions at some shapes: the program that ncu watches.
 
-    ncu --profile-from-start off ... python -m scripts.io_probe --attention flash_v1 --seq-len 4096
+    ncu --profile-from-start off ... python -m scripts.io_probe \\
+        '{"attention": "flash_v1", "batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 64}'
 
-Everything is compiled and allocated once before the profiler starts. A kernel named ``_boundary``
-stands between forward and backward.
+Each argument is a case: JSON, which may also say "causal", "forward_only", "block_q" and
+"block_kv". A case is compiled and allocated once before the profiler is started for it. A kernel
+named ``_boundary`` ends its forward, another one its backward, also where there is none.
 """
 
-import argparse
+import json
+import sys
 
 import torch
 import triton
@@ -14,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 import flash_attention
-from flash_attention import flash_attention_v1, naive_attention
+from flash_attention import naive_attention
 
 BOUNDARY = "_boundary"
 
@@ -25,15 +28,13 @@ def _boundary(ptr):
 
 
 def attend(name: str, block_q: int | None, block_kv: int | None):
-    """f(q, k, v, causal) of that name."""
+    """f(q, k, v, causal) of that name. Blocks: of the flash attentions."""
     if name == "naive":
         return lambda q, k, v, causal: naive_attention(q, k, v, causal=causal)
-    if name == "flash_v1":
-        return lambda q, k, v, causal: flash_attention_v1(
-            q, k, v, causal=causal, block_q=block_q, block_kv=block_kv
-        )
     function = getattr(flash_attention, name.replace("flash", "flash_attention"))
-    return lambda q, k, v, causal: function(q, k, v, causal=causal)
+    return lambda q, k, v, causal: function(
+        q, k, v, causal=causal, block_q=block_q, block_kv=block_kv
+    )
 
 
 def inputs(batch: int, heads: int, n: int, head_dim: int, device: torch.device) -> list[Tensor]:
@@ -48,29 +49,18 @@ def inputs(batch: int, heads: int, n: int, head_dim: int, device: torch.device) 
     return [t.requires_grad_(i < 3) for i, t in enumerate(made)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    add = parser.add_argument
-    add("--attention", required=True)
-    add("--batch", type=int, default=1)
-    add("--heads", type=int, default=32)
-    add("--seq-len", type=int, required=True)
-    add("--head-dim", type=int, default=64)
-    add("--block-q", type=int)
-    add("--block-kv", type=int)
-    add("--causal", action="store_true")
-    add("--forward-only", action="store_true")
-    args = parser.parse_args()
-    attention = attend(args.attention, args.block_q, args.block_kv)
-    device = torch.device("cuda")
-    q, k, v, do = inputs(args.batch, args.heads, args.seq_len, args.head_dim, device)
-    mark = torch.zeros(1, dtype=torch.int32, device=device)
+def watched(case: dict, mark: Tensor) -> None:
+    """Run one case twice, the second time with the profiler on."""
+    attention = attend(case["attention"], case.get("block_q"), case.get("block_kv"))
+    shape = (case[name] for name in ("batch", "heads", "seq_len", "head_dim"))
+    q, k, v, do = inputs(*shape, mark.device)
 
     def run() -> None:
-        o = attention(q, k, v, args.causal)
+        o = attention(q, k, v, case.get("causal", False))
         _boundary[(1,)](mark)
-        if not args.forward_only:
+        if not case.get("forward_only"):
             torch.autograd.grad(o, (q, k, v), do)
+        _boundary[(1,)](mark)
 
     run()
     torch.cuda.synchronize()
@@ -80,5 +70,12 @@ def main() -> None:
     torch.cuda.profiler.stop()
 
 
+def main(argv: list[str]) -> None:
+    mark = torch.zeros(1, dtype=torch.int32, device="cuda")
+    for text in argv:
+        watched(json.loads(text), mark)
+        torch.cuda.empty_cache()  # ncu too needs memory, to run a kernel several times
+
+
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
