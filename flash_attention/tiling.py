@@ -14,9 +14,8 @@ class Blocks:
     """One launch configuration: rows of Q, rows of K/V, warps per program and pipeline stages.
 
     V1 also says how many such programs a processor holds at a time (per_processor). V2 says how
-    many heads are in work at a time (0: all), whether tiles are loaded by tensor maps where those
-    fit, and how backward sums dQ: "reduce" (added by tensor map), "atomic" or "pass" (a second
-    kernel, with Q stationary).
+    many heads are in work at a time (0: all) and whether tiles are loaded by tensor maps where
+    those fit.
     """
 
     block_q: int
@@ -26,7 +25,6 @@ class Blocks:
     per_processor: int = 1
     heads_at_a_time: int = 0
     descriptors: bool = True
-    dq: str = "reduce"
 
     def smaller(self) -> "Blocks | None":
         """The next configuration to try where this one does not fit; None at the smallest."""

@@ -1,25 +1,26 @@
-"""FlashAttention-2 backward (Algorithm 2 of arXiv:2307.08691) as Triton kernels.
+"""FlashAttention-2 backward (Algorithm 2 of arXiv:2307.08691) as two Triton kernels.
 
-One program per K/V block walks over the rows; dK and dV stay in registers. dQ, which these programs
-share, is added to in memory, or, where its sum has to repeat bit for bit, computed by a kernel of
-its own with one program per Q block. S and P are computed again from q, k, m and l.
+dK and dV: one program per K/V block walks over the rows. dQ: one program per Q block walks over the
+keys. What a program computes stays in its registers until it is stored, once, in the result's own
+dtype. S and P are computed again from q, k, m and l, by each of the two.
+
+The paper has one kernel, whose programs add to a dQ that they share. Its five matrix products are
+seven in two kernels, which an H200 nonetheless runs as fast or faster at nearly every length: no
+atomic additions, no dQ in float32 to be zeroed, added to and rounded; and the gradients repeat bit
+for bit.
 
 The first kernel computes the tiles transposed (S^T = K Q^T), so that P^T and dS^T are the left
 operands of dV += P^T dO and dK += dS^T Q as they come out of the registers; the second one does
 not, and so has dS as the left operand of dQ += dS K.
 """
 
-from collections.abc import Callable
-
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from flash_attention import dropout, launch, segments, tiling
-from flash_attention.delta import delta
 from flash_attention.tiles import (
     LOG2_E,
-    add_rows,
     keep,
     key_blocks,
     load_rows,
@@ -34,27 +35,25 @@ from flash_attention.tiles import (
 
 
 @triton.jit
-def _backward_kernel(
-    q_src, k_ptr, v_ptr, do_src, dq_src, dk_ptr, dv_ptr, m_ptr, inv_ptr, delta_ptr,
+def _dk_dv_kernel(
+    q_src, k_ptr, v_ptr, do_src, dk_ptr, dv_ptr, m_ptr, inv_ptr, delta_ptr,
     segment_ptr, span_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_gb, stride_gh, stride_gn, stride_gd,
-    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     batch_kv_heads, kv_heads, group, nq, nk, at_a_time, scale, keep_scale, threshold,
     CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, DQ: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (batch * Hkv + kv head, K/V block): every row of every query head that shares the
     K/V head. The first keys, which most rows see, start first.
 
-    q_src, do_src: pointers, or with DESCRIPTORS tensor maps. dq_src: a tensor map where DQ is
-    "reduce", a pointer where it is "atomic", not written where it is "pass".
+    q_src, do_src: pointers, or with DESCRIPTORS tensor maps.
     """
     kv_head, j = place(batch_kv_heads, tl.cdiv(nk, BLOCK_KV), at_a_time)
     b, hk = kv_head // kv_heads, kv_head % kv_heads
@@ -79,14 +78,13 @@ def _backward_kernel(
             begin = first if part == 0 else full if part == 1 else full_stop
             end = full if part == 0 else full_stop if part == 1 else stop
             for i in range(begin, end):
-                dk, dv = _add_gradients(
-                    i * BLOCK_Q, c0, kj, vj, dk, dv, q_src, do_src, dq_src,
+                dk, dv = _add_to_dk_dv(
+                    i * BLOCK_Q, c0, kj, vj, dk, dv, q_src, do_src,
                     m_ptr + head * nq, inv_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
                     b, h, stride_qb, stride_qh, stride_qn, stride_qd,
                     stride_gb, stride_gh, stride_gn, stride_gd,
-                    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
                     head, nq, nk, scale, seed, keep_scale, threshold,
-                    part != 1, CAUSAL, SEGMENTS, DROPOUT, DESCRIPTORS, DQ,
+                    part != 1, CAUSAL, SEGMENTS, DROPOUT, DESCRIPTORS,
                     HEAD_DIM, BLOCK_D, BLOCK_Q, BLOCK_KV, ACC, PRECISION,
                 )  # fmt: skip
     dk_ptr += b * stride_dkb + hk * stride_dkh
@@ -96,20 +94,19 @@ def _backward_kernel(
 
 
 @triton.jit
-def _add_gradients(
-    r0, c0, kj, vj, dk, dv, q_src, do_src, dq_src, m_ptr, inv_ptr, delta_ptr, segment_ptr,
+def _add_to_dk_dv(
+    r0, c0, kj, vj, dk, dv, q_src, do_src, m_ptr, inv_ptr, delta_ptr, segment_ptr,
     b, h, stride_qb, stride_qh, stride_qn, stride_qd,
     stride_gb, stride_gh, stride_gn, stride_gd,
-    stride_dqb, stride_dqh, stride_dqn, stride_dqd,
     head, nq, nk, scale, seed, keep_scale, threshold,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, DQ: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The inner loop's body: what rows r0, ... add to dK and dV of keys c0, ..., and these to dQ.
+    """The inner loop's body: what the rows r0, ... add to dK and dV of keys c0, ....
 
-    Tiles are [Bc, Br]. dQ and dK still lack the factor ``scale``: it is applied once, at the end.
+    Tiles are [Bc, Br]. dK still lacks the factor ``scale``: it is applied once, at the end.
     """
     rows, cols = r0 + tl.arange(0, BLOCK_Q), c0 + tl.arange(0, BLOCK_KV)
     inside = rows < nq
@@ -143,14 +140,6 @@ def _add_gradients(
     row_delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
     dst = (pt * (dpt - row_delta[None, :])).to(qi.dtype)
     dk = tl.dot(dst, qi, dk, input_precision=PRECISION, out_dtype=ACC)
-    if DQ != "pass":
-        dq = tl.dot(tl.trans(dst), kj, input_precision=PRECISION, out_dtype=ACC)
-        if DQ == "reduce":
-            at = [b.to(tl.int32), h.to(tl.int32), r0, 0]
-            dq_src.atomic_add(at, dq.reshape(1, 1, BLOCK_Q, BLOCK_D))
-        else:
-            base = dq_src + b * stride_dqb + h * stride_dqh
-            add_rows(base, stride_dqn, stride_dqd, r0, nq, dq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     return dk, dv
 
 
@@ -246,75 +235,56 @@ def _add_to_dq(
     return tl.dot(ds, kj, dq, input_precision=PRECISION, out_dtype=ACC)
 
 
-def backward(
+def dk_dv(
     do: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    o: Tensor,
     m: Tensor,
-    l: Tensor,
+    inv: Tensor,
+    row_delta: Tensor,
     *,
     causal: bool,
     scale: float,
     dropout_p: float,
     seed: Tensor | None,
     segment_ids: Tensor | None,
-    deterministic: bool,
     blocks: tiling.Blocks,
-    fit_pass: Callable,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Launch the kernels on the device of q. Shapes as in the forward; any strides, dO's too.
+) -> tuple[Tensor, Tensor]:
+    """Launch the kernel of dK and dV on the device of q.
 
-    deterministic: dQ by its own kernel, which ``fit_pass(run)`` runs as run(blocks).
+    Shapes as in the forward; any strides, dO's too; m in base 2, inv 1 / l and row_delta D_i
+    ``[B, H, Nq]`` (``delta.py``).
 
-    Returns dq, dk, dv like q, k, v. Scratch: D_i and 1 / l ``[B, H, Nq]``; unless deterministic,
-    dq in float32; with segment_ids, three numbers per block.
+    Returns dk, dv like k, v. Scratch: with segment_ids, three numbers per K/V block.
     """
     batch, heads, nq, head_dim = q.shape
     kv_heads, nk = k.shape[1], k.shape[2]
-    acc = m.dtype
-    row_delta, inv = delta(o, do, l)
-    statistics = (m, inv, row_delta)
-    options = dict(
-        causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
-    )
-    how = _how_to_sum_dq(deterministic, blocks)
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
-    dq = q if how == "pass" else launch.seq_major(q, acc, fill=0.0)
-    if how == "reduce" and not launch.descriptors_fit(dq):
-        how = "atomic"
-
     block_d = tiling.padded_head_dim(head_dim)
     use_descriptors = blocks.descriptors and launch.descriptors_fit(q, do)
     q_src, do_src = (
         launch.descriptor(t, blocks.block_q, block_d) if use_descriptors else t for t in (q, do)
     )
-    dq_src = launch.descriptor(dq, blocks.block_q, block_d) if how == "reduce" else dq
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
-        _backward_kernel[(batch * kv_heads * triton.cdiv(nk, blocks.block_kv),)](
-            q_src, k, v, do_src, dq_src, dk, dv, *statistics,
+        _dk_dv_kernel[(batch * kv_heads * triton.cdiv(nk, blocks.block_kv),)](
+            q_src, k, v, do_src, dk, dv, m, inv, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
-            *q.stride(), *k.stride(), *v.stride(), *do.stride(),
-            *dq.stride(), *dk.stride(), *dv.stride(),
+            *q.stride(), *k.stride(), *v.stride(), *do.stride(), *dk.stride(), *dv.stride(),
             batch * kv_heads, kv_heads, heads // kv_heads, nq, nk,
             blocks.heads_at_a_time or batch * kv_heads,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
             CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
-            DESCRIPTORS=use_descriptors, DQ=how, HEAD_DIM=head_dim, BLOCK_D=block_d,
+            DESCRIPTORS=use_descriptors, HEAD_DIM=head_dim, BLOCK_D=block_d,
             BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-            ACC=launch.triton_dtype(acc), PRECISION=launch.dot_precision(q.dtype),
+            ACC=launch.triton_dtype(m.dtype), PRECISION=launch.dot_precision(q.dtype),
             num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
-    if how == "pass":
-        dq = fit_pass(lambda blocks: _dq_pass(do, q, k, v, *statistics, blocks=blocks, **options))
-    else:
-        dq = launch.rounded(dq, q, scale)
-    return dq, dk, dv
+    return dk, dv
 
 
-def _dq_pass(
+def dq(
     do: Tensor,
     q: Tensor,
     k: Tensor,
@@ -330,9 +300,12 @@ def _dq_pass(
     segment_ids: Tensor | None,
     blocks: tiling.Blocks,
 ) -> Tensor:
-    """dq like q."""
+    """Launch the kernel of dQ; arguments as in :func:`dk_dv`.
+
+    Returns dq like q. Scratch: with segment_ids, three numbers per Q block.
+    """
     batch, heads, nq, head_dim = q.shape
-    dq = launch.seq_major(q, q.dtype)
+    result = launch.seq_major(q, q.dtype)
     block_d = tiling.padded_head_dim(head_dim)
     use_descriptors = blocks.descriptors and launch.descriptors_fit(k, v)
     k_src, v_src = (
@@ -341,9 +314,9 @@ def _dq_pass(
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_q)
         _dq_kernel[(batch * heads * triton.cdiv(nq, blocks.block_q),)](
-            q, k_src, v_src, do, dq, m, inv, row_delta,
+            q, k_src, v_src, do, result, m, inv, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
-            *q.stride(), *k.stride(), *v.stride(), *do.stride(), *dq.stride(),
+            *q.stride(), *k.stride(), *v.stride(), *do.stride(), *result.stride(),
             batch * heads, heads, heads // k.shape[1], nq, k.shape[2],
             blocks.heads_at_a_time or batch * heads,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
@@ -353,12 +326,4 @@ def _dq_pass(
             ACC=launch.triton_dtype(m.dtype), PRECISION=launch.dot_precision(q.dtype),
             num_warps=blocks.num_warps, num_stages=blocks.num_stages,
         )  # fmt: skip
-    return dq
-
-
-def _how_to_sum_dq(deterministic: bool, blocks: tiling.Blocks) -> str:
-    if deterministic:
-        return "pass"
-    if blocks.dq == "reduce" and launch.interpreting():  # which has no reducing tensor map
-        return "atomic"
-    return blocks.dq
+    return result

@@ -1,5 +1,7 @@
 """FlashAttention V2 for users: the function, its module, and how its kernels are launched."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from flash_attention import launch, operator, tiling
@@ -7,6 +9,7 @@ from flash_attention.base import Attention
 from flash_attention.v2 import tables, tiled
 
 if launch.triton is not None:
+    from flash_attention.delta import delta
     from flash_attention.v2 import backward as triton_backward
     from flash_attention.v2 import forward as triton_forward
 
@@ -29,11 +32,12 @@ def flash_attention_v2(
     and 2): Q blocks outside, so that O never passes through memory.
 
     Arguments, results, errors and where it runs are those of
-    :func:`flash_attention.flash_attention_v1`, but for q_splits, which this order has no need of:
-    every Q block is a program.
+    :func:`flash_attention.flash_attention_v1`, but for
 
-    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward, and dq
-    in float32 unless ``deterministic``.
+        deterministic: changes nothing, as gradients always repeat bit for bit.
+        q_splits: not taken, as every Q block is a program.
+
+    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward.
     """
     return _attention(
         q,
@@ -72,10 +76,10 @@ class FlashAttentionV2(Attention):
 
 
 def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
-    return operator.fitting(
+    return _fitting(
         "v2 forward",
         lambda blocks: triton_forward.forward(q, k, v, blocks=blocks, **options),
-        tiling.tuned(tables.FORWARD, q.shape[3], q.element_size()),
+        tables.FORWARD,
         q,
         block_q,
         block_kv,
@@ -83,21 +87,31 @@ def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
 
 
 def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
-    def fit_pass(run):
-        blocks = tiling.tuned(tables.DQ_PASS, q.shape[3], q.element_size())
-        return operator.fitting("v2 dq pass", run, blocks, q, block_q, block_kv)
-
-    return operator.fitting(
-        "v2 backward",
-        lambda blocks: triton_backward.backward(
-            do, q, k, v, o, m, l,
-            deterministic=deterministic, blocks=blocks, fit_pass=fit_pass, **options,
-        ),
-        tiling.tuned(tables.BACKWARD, q.shape[3], q.element_size()),
+    row_delta, inv = delta(o, do, l)
+    given = (do, q, k, v, m, inv, row_delta)
+    dk, dv = _fitting(
+        "v2 dk dv",
+        lambda blocks: triton_backward.dk_dv(*given, blocks=blocks, **options),
+        tables.DK_DV,
         q,
         block_q,
         block_kv,
-    )  # fmt: skip
+    )
+    dq = _fitting(
+        "v2 dq",
+        lambda blocks: triton_backward.dq(*given, blocks=blocks, **options),
+        tables.DQ,
+        q,
+        block_q,
+        block_kv,
+    )
+    return dq, dk, dv
+
+
+def _fitting(kernel: str, run: Callable, table: dict, q: Tensor, *sizes: int | None):
+    """Each kernel has blocks of its own, made smaller by themselves where they do not fit."""
+    blocks = tiling.tuned(table, q.shape[3], q.element_size())
+    return operator.fitting(kernel, run, blocks, q, *sizes)
 
 
 _attention = operator.build("v2", tiled, _forward, _backward)

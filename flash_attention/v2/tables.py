@@ -7,24 +7,24 @@ more.
 from flash_attention.tiling import Blocks
 
 FORWARD = {
-    (64, 2): Blocks(128, 128, num_warps=8, num_stages=2),
-    (128, 2): Blocks(128, 128, num_warps=8, num_stages=2),
+    (64, 2): Blocks(64, 128, num_warps=4, num_stages=2, heads_at_a_time=4),
+    (128, 2): Blocks(128, 64, num_warps=8, num_stages=3, heads_at_a_time=4, descriptors=False),
     (256, 2): Blocks(128, 64, num_warps=8, num_stages=2),
     (64, 4): Blocks(64, 64, num_warps=8, num_stages=1),
     (128, 4): Blocks(32, 64, num_warps=8, num_stages=1),
     (256, 4): Blocks(32, 32, num_warps=4, num_stages=1),
 }
-BACKWARD = {
-    (64, 2): Blocks(64, 128, num_warps=8, num_stages=2),
-    (128, 2): Blocks(64, 128, num_warps=8, num_stages=2),
+DK_DV = {
+    (64, 2): Blocks(64, 64, num_warps=4, num_stages=2, heads_at_a_time=2),
+    (128, 2): Blocks(64, 64, num_warps=4, num_stages=2, heads_at_a_time=2),
     (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
-    (64, 4): Blocks(32, 32, num_warps=4, num_stages=1, dq="atomic"),
-    (128, 4): Blocks(32, 32, num_warps=4, num_stages=1, dq="atomic"),
-    (256, 4): Blocks(16, 32, num_warps=4, num_stages=1, dq="atomic"),
+    (64, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+    (128, 4): Blocks(32, 32, num_warps=4, num_stages=1),
+    (256, 4): Blocks(16, 32, num_warps=4, num_stages=1),
 }
-DQ_PASS = {
-    (64, 2): Blocks(128, 64, num_warps=8, num_stages=2),
-    (128, 2): Blocks(128, 64, num_warps=8, num_stages=2),
+DQ = {
+    (64, 2): Blocks(64, 64, num_warps=4, num_stages=2, heads_at_a_time=2),
+    (128, 2): Blocks(128, 64, num_warps=8, num_stages=3, heads_at_a_time=2),
     (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
     (64, 4): Blocks(32, 32, num_warps=4, num_stages=1),
     (128, 4): Blocks(32, 32, num_warps=4, num_stages=1),

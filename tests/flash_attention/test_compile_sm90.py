@@ -26,7 +26,7 @@ KERNELS = {
     "forward": v1.forward._forward_kernel,
     "backward": v1.backward._backward_kernel,
     "v2_forward": v2.forward._forward_kernel,
-    "v2_backward": v2.backward._backward_kernel,
+    "v2_dk_dv": v2.backward._dk_dv_kernel,
     "v2_dq": v2.backward._dq_kernel,
     "delta": delta._delta_kernel,
     "spans": segments._spans_kernel,
@@ -36,8 +36,8 @@ SUMS = {"forward": "o_ptr", "backward": "dq_ptr"}  # in memory, in float32
 TABLES = {
     "forward": tiling.FORWARD_BLOCKS,
     "v2_forward": tables.FORWARD,
-    "v2_backward": tables.BACKWARD,
-    "v2_dq": tables.DQ_PASS,
+    "v2_dk_dv": tables.DK_DV,
+    "v2_dq": tables.DQ,
 }
 INTEGERS = {"segment_ptr": "*i64", "span_ptr": "*i32", "seed_ptr": "*i64"}
 
@@ -49,7 +49,7 @@ def compile_kernel(name, head_dim, size, variant):
     block_d = tiling.padded_head_dim(head_dim)
     values = dict(
         CAUSAL=True, SEGMENTS=variant, DROPOUT=variant, ATOMIC=not variant, HEAD_DIM=head_dim,
-        DESCRIPTORS=True, DQ=blocks.dq, BLOCK_D=block_d, BLOCK_Q=blocks.block_q,
+        DESCRIPTORS=blocks.descriptors, BLOCK_D=block_d, BLOCK_Q=blocks.block_q,
         BLOCK_KV=blocks.block_kv, ACC=tl.float32, PRECISION="ieee", CHUNK=segments.CHUNK,
     )
     signature, constants, attributes = {}, {}, {}
@@ -58,11 +58,10 @@ def compile_kernel(name, head_dim, size, variant):
         if argument in values or argument.startswith("stride") and argument.endswith("d"):
             kind, aligned = "constexpr", False
             constants[argument] = values.get(argument, 1)
-        elif argument.endswith("_src"):  # a tensor map
-            kind, aligned = "fp32" if argument == "dq_src" else element[1:], False
+        elif argument.endswith("_src") and blocks.descriptors:  # a tensor map
             rows = blocks.block_kv if argument in ("k_src", "v_src") else blocks.block_q
-            kind = f"tensordesc<{kind}[1, 1, {rows}, {block_d}]>"
-        elif argument.endswith("_ptr"):
+            kind, aligned = f"tensordesc<{element[1:]}[1, 1, {rows}, {block_d}]>", False
+        elif argument.endswith(("_ptr", "_src")):
             float32 = argument in FLOAT32 or argument == SUMS.get(name)
             kind = INTEGERS.get(argument, "*fp32" if float32 else element)
         elif argument in ("scale", "keep_scale"):
@@ -97,7 +96,7 @@ for case in sys.argv[1:]:
 CASES = [
     *("forward 64 2 all", "forward 128 2 plain", "spans 64 2 plain"),
     *("backward 64 2 all", "backward 128 2 plain", "delta 80 2 plain"),
-    *("v2_forward 128 2 all", "v2_backward 128 2 plain", "v2_dq 128 2 plain"),
+    *("v2_forward 128 2 all", "v2_dk_dv 128 2 plain", "v2_dq 128 2 plain"),
 ]
 
 

@@ -16,7 +16,7 @@ from tests.flash_attention.parity import (
     results,
     upcast,
 )
-from tests.flash_attention.versions import V2
+from tests.flash_attention.versions import V1, V2
 
 HALF = [torch.float16, torch.bfloat16]
 DTYPES = [*HALF, torch.float32]
@@ -368,10 +368,11 @@ def test_a_new_call_drops_other_entries(flash, device):
 def test_deterministic_gradients_repeat_bit_for_bit(flash, device):
     n, heads = (1000, 4) if device.type == "cuda" else (70, 2)
     q, k, v, do = make_inputs(1, heads, heads // 2, n, n, 16, torch.float32, device)
-    options = dict(causal=True, deterministic=True, **SMALL_BLOCKS)
-    want = results(flash, q, k, v, do, **options)
+    options = dict(causal=True, **SMALL_BLOCKS)
+    want = results(flash, q, k, v, do, deterministic=True, **options)
     for _ in range(50 if device.type == "cuda" else 1):
-        got = results(flash, q, k, v, do, **options)
+        # V2's repeat without being told to.
+        got = results(flash, q, k, v, do, deterministic=flash is V1, **options)
         assert all(torch.equal(got[name], want[name]) for name in want)
 
 
@@ -380,7 +381,9 @@ def test_deterministic_gradients_repeat_bit_for_bit(flash, device):
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_no_race_shows_in_a_full_gpu(flash, head_dim, deterministic):
     """The tuned blocks at full load: a store that a later load could overtake would show here. Only
-    the order in which dQ is summed may differ, unless it is deterministic."""
+    the order in which V1 sums dQ may differ, unless it is deterministic."""
+    if flash is V2 and deterministic:
+        pytest.skip("V2 always is")
     device = torch.device("cuda")
     q, k, v, do = make_inputs(4, 40, 40, 1000, 1000, head_dim, torch.bfloat16, device)
     options = dict(causal=True, deterministic=deterministic, return_stats=True)
@@ -395,7 +398,7 @@ def test_no_race_shows_in_a_full_gpu(flash, head_dim, deterministic):
             got += [dk, dv]
             first_dq = dq if first_dq is None else first_dq
             difference = (dq.double() - first_dq.double()).abs().max()
-            assert difference <= (0.0 if deterministic else 0.02)
+            assert difference <= (0.02 if flash is V1 and not deterministic else 0.0)
         want = want or got
         assert all(torch.equal(a, b) for a, b in zip(got, want, strict=False))
 

@@ -92,47 +92,49 @@ def test_every_configuration_of_v1_s_tables_matches_naive(head_dim, dtype, segme
     assert tried >= 4
 
 
-def ways(blocks: tiling.Blocks):
-    """The chain, and the table's entry where no tensor map fits (odd strides)."""
-    yield from chain(blocks)
-    yield replace(blocks, descriptors=False, dq="atomic")
+def try_all(entry: tiling.Blocks, run, check) -> None:
+    """run(blocks) with a table's entry where no tensor map fits (odd strides), with the entry and
+    its chain; check(result) of those that fit."""
+    ways = [replace(entry, descriptors=False), *chain(entry)]
+    tried = []
+    for blocks in ways:
+        result = fits(run, blocks)
+        if result is not None:
+            tried.append(blocks)
+            check(result)
+    # The smallest fits every GPU, and where one fits so do those after it.
+    assert tried
+    assert tried == ways[-len(tried) :]
 
 
 @every_case
 def test_every_configuration_of_v2_s_tables_matches_naive(head_dim, dtype, segmented):
+    from flash_attention.delta import delta
     from flash_attention.v2 import backward, forward, tables
 
     case = Case(head_dim, dtype, segmented)
     q, k, v, do = case.q, case.k, case.v, case.do
-    size, tried = q.element_size(), {"forward": 0, "backward": 0, "dq": 0}
-    saved = None
-    for blocks in ways(tiling.tuned(tables.FORWARD, head_dim, size)):
-        done = fits(lambda blocks: forward.forward(q, k, v, blocks=blocks, **case.options), blocks)
-        if done is not None:
-            saved = done
-            tried["forward"] += 1
-            case.check(o=done[0])
+    size, saved = q.element_size(), []
 
-    def run(blocks, deterministic, fit_pass):
-        return backward.backward(
-            do, q, k, v, *saved,
-            deterministic=deterministic, blocks=blocks, fit_pass=fit_pass, **case.options,
-        )  # fmt: skip
+    def check_forward(result):
+        saved[:] = result
+        case.check(o=result[0])
 
-    for blocks in ways(tiling.tuned(tables.BACKWARD, head_dim, size)):
-        grads = fits(lambda blocks: run(blocks, False, None), blocks)
-        if grads is not None:
-            tried["backward"] += 1
-            case.check(dq=grads[0], dk=grads[1], dv=grads[2])
-    # Deterministic: the kernel of dK and dV without dQ, and dQ's own.
-    fitting = next(
-        blocks
-        for blocks in chain(tiling.tuned(tables.BACKWARD, head_dim, size))
-        if fits(lambda blocks: run(blocks, True, lambda run_pass: q), blocks) is not None
+    try_all(
+        tiling.tuned(tables.FORWARD, head_dim, size),
+        lambda blocks: forward.forward(q, k, v, blocks=blocks, **case.options),
+        check_forward,
     )
-    for blocks in ways(tiling.tuned(tables.DQ_PASS, head_dim, size)):
-        grads = fits(lambda blocks: run(fitting, True, lambda run_pass: run_pass(blocks)), blocks)
-        if grads is not None:
-            tried["dq"] += 1
-            case.check(dq=grads[0], dk=grads[1], dv=grads[2])
-    assert min(tried.values()) >= 4, tried
+    o, m, l = saved
+    row_delta, inv = delta(o, do, l)
+    given = (do, q, k, v, m, inv, row_delta)
+    try_all(
+        tiling.tuned(tables.DK_DV, head_dim, size),
+        lambda blocks: backward.dk_dv(*given, blocks=blocks, **case.options),
+        lambda result: case.check(dk=result[0], dv=result[1]),
+    )
+    try_all(
+        tiling.tuned(tables.DQ, head_dim, size),
+        lambda blocks: backward.dq(*given, blocks=blocks, **case.options),
+        lambda result: case.check(dq=result),
+    )

@@ -10,14 +10,17 @@ from flash_attention import launch
 from flash_attention.v1 import tiled as v1_tiled
 from flash_attention.v2 import tiled as v2_tiled
 
-MODULES = [v1_tiled, v2_tiled]
+# What allocates within the custom ops.
+STEPS = [(tiled, step) for tiled in (v1_tiled, v2_tiled) for step in ("forward", "backward")]
 if launch.triton is not None:
     from flash_attention.v1 import backward as v1_backward
     from flash_attention.v1 import forward as v1_forward
     from flash_attention.v2 import backward as v2_backward
     from flash_attention.v2 import forward as v2_forward
+    from flash_attention.v2 import op as v2_op
 
-    MODULES += [v1_forward, v1_backward, v2_forward, v2_backward]
+    STEPS += [(v1_forward, "forward"), (v1_backward, "backward"), (v2_forward, "forward")]
+    STEPS += [(v2_op, "delta"), (v2_backward, "dk_dv"), (v2_backward, "dq")]
 
 MARGIN = 2**15  # elements before and after: more than one tile of a test reaches
 UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -35,9 +38,8 @@ def enter_inside(mode: TorchDispatchMode, monkeypatch: pytest.MonkeyPatch) -> No
 
         return inside
 
-    for module in MODULES:
-        for name in {"forward", "backward"} & set(vars(module)):
-            monkeypatch.setattr(module, name, with_mode(getattr(module, name)))
+    for module, step in STEPS:
+        monkeypatch.setattr(module, step, with_mode(getattr(module, step)))
 
 
 class Guard(TorchDispatchMode):
