@@ -145,7 +145,7 @@ def test_v2_s_kernels_load_and_store_what_the_model_says(case, counted):
     padded = tiling.padded_head_dim(shape.head_dim) / shape.head_dim
     o = flash_attention_v2(
         *(t.requires_grad_() for t in (q, k, v)),
-        causal=shape.causal, deterministic=True, block_q=block_q, block_kv=block_kv,
+        causal=shape.causal, block_q=block_q, block_kv=block_kv,
     )  # fmt: skip
     assert counted.pop("flops") == padded * io.flash_flops(shape, block_q, block_kv)
     said = io.flash_v2_forward(shape, block_q, block_kv)

@@ -6,7 +6,8 @@ import json
 import pytest
 import torch
 
-from flash_attention import gpus, io_model, naive_attention
+from flash_attention import gpus, naive_attention, tiling
+from flash_attention.v2 import tables
 from scripts import io_complexity, io_plots, ncu
 from scripts.io_complexity import Case
 from tests.flash_attention.parity import make_inputs
@@ -43,15 +44,24 @@ def test_figure_2_twice_the_block_that_stays_is_half_the_passes():
     assert v2_64.model_written == v2_128.model_written == q + 32 * 8192 * 2 * 4
 
 
-def test_backward_of_flash_v2_has_the_blocks_of_both_its_kernels():
+def test_backward_of_flash_v2_has_the_blocks_of_both_its_kernels(monkeypatch):
+    monkeypatch.setitem(tables.FORWARD, (64, 2), tiling.Blocks(32, 16))
+    monkeypatch.setitem(tables.DK_DV, (64, 2), tiling.Blocks(16, 64))
+    monkeypatch.setitem(tables.DQ, (64, 2), tiling.Blocks(128, 32))
     gpu = gpus.known("h200")
     forward, backward = io_complexity.modelled(Case("flash_v2", 1, 2, 512, 64, False), gpu)
-    assert forward.dq_block_q is None
-    shape = io_model.Shape(1, 2, 512, 512, 64)
+    assert (forward.block_q, forward.block_kv, forward.dq_block_q) == (32, 16, None)
     sizes = (backward.block_q, backward.block_kv, backward.dq_block_q, backward.dq_block_kv)
-    said = io_model.traffic(io_model.flash_v2_backward(shape, *sizes))
-    assert (backward.model_read, backward.model_written) == said
-    # Without a mask every tile is whole, whatever the blocks: 2 products and 7.
+    assert sizes == (16, 64, 128, 32)
+    # Q and O; K and V, which pass 512 / 32 times; m and l.
+    q, row = 2 * 512 * 64 * 2, 2 * 512 * 4
+    assert (forward.model_read, forward.model_written) == (q + 16 * 2 * q, q + 2 * row)
+    # O, dO, l; K, V once, the rows 512 / 64 times; the rows once, K and V 512 / 128 times.
+    assert backward.model_read == (2 * q + row) + (2 * q + 8 * (2 * q + 3 * row)) + (
+        2 * q + 3 * row + 4 * 2 * q
+    )
+    assert backward.model_written == 2 * row + 2 * q + q
+    # Without a mask every tile is whole: 2 products and 7.
     assert (forward.flops, backward.flops) == (2 * 2 * 2 * 512**2 * 64, 7 * 2 * 2 * 512**2 * 64)
 
 
