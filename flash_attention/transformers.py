@@ -1,8 +1,9 @@
 """For Hugging Face transformers: import this module, then load a model with
 ``attn_implementation="fa_v2"`` (or ``"fa_v1"``).
 
-The names lack "flash" because transformers looks for a package of its own behind every name that
-has it. Grouped-query heads go to the kernel as they are.
+The names are not "flash_v1" and "flash_v2" because transformers loads a FlashAttention package for
+every name that has "flash" in it, whatever is registered under the name, and fails where it finds
+none. Grouped-query heads go to the kernel as they are.
 """
 
 from collections.abc import Callable

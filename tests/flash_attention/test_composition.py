@@ -1,4 +1,4 @@
-"""FlashAttention V1 among PyTorch's tools: checkpointing, export, copies of the module."""
+"""FlashAttention among PyTorch's tools: checkpointing, export, copies of the module."""
 
 import copy
 import io
@@ -9,18 +9,18 @@ import sys
 import pytest
 import torch
 
-from flash_attention import FlashAttentionV1, flash_attention_v1, naive_attention
+from flash_attention import naive_attention
 from tests.flash_attention.parity import make_inputs, results
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_activation_checkpointing_replays_the_dropout_mask(where):
+def test_activation_checkpointing_replays_the_dropout_mask(flash, where):
     q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))
 
     def attention(q, k, v):
-        return flash_attention_v1(q, k, v, causal=True, dropout_p=0.3, deterministic=True)
+        return flash(q, k, v, causal=True, dropout_p=0.3, deterministic=True)
 
     def checkpointed(q, k, v):
         return torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
@@ -32,9 +32,9 @@ def test_activation_checkpointing_replays_the_dropout_mask(where):
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
-def test_the_output_of_a_transformer_needs_no_copy():
+def test_the_output_of_a_transformer_needs_no_copy(flash):
     q, k, v, _ = make_inputs(2, 4, 4, 10, 10, 16, torch.float16, torch.device("cpu"))
-    o = flash_attention_v1(q, k, v).transpose(1, 2)
+    o = flash(q, k, v).transpose(1, 2)
     assert o.is_contiguous()
 
 
@@ -43,33 +43,34 @@ def test_the_package_works_where_there_is_no_triton():
 import sys
 sys.modules["triton"] = None  # import triton now raises ImportError
 import torch
-from flash_attention import flash_attention_v1, naive_attention
+from flash_attention import flash_attention_v1, flash_attention_v2, naive_attention
 q, k, v = (torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3))
-o = flash_attention_v1(q, k, v, causal=True)
-torch.testing.assert_close(o, naive_attention(q, k, v, causal=True))
-o.sum().backward()
+for flash in (flash_attention_v1, flash_attention_v2):
+    o = flash(q, k, v, causal=True)
+    torch.testing.assert_close(o, naive_attention(q, k, v, causal=True))
+    o.sum().backward()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-def test_the_module_passes_its_knobs_on():
+def test_the_module_passes_its_knobs_on(flash):
     q, k, v, _ = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device("cpu"))
-    module = FlashAttentionV1(block_q=16, block_kv=32)
+    module = flash.module(block_q=16, block_kv=32)
     assert not list(module.parameters())
-    want = flash_attention_v1(q, k, v, causal=True, block_q=16, block_kv=32)
+    want = flash(q, k, v, causal=True, block_q=16, block_kv=32)
     assert torch.equal(module(q, k, v), want)
-    assert not torch.equal(want, flash_attention_v1(q, k, v, causal=True))  # the knobs have effect
+    assert not torch.equal(want, flash(q, k, v, causal=True))  # the knobs have effect
 
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("where", DEVICES)
-def test_an_exported_program_computes_the_same_at_other_lengths(where, strict):
+def test_an_exported_program_computes_the_same_at_other_lengths(flash, where, strict):
     device = torch.device(where)
     q, k, v, _ = make_inputs(2, 4, 2, 40, 40, 16, torch.float32, device)
     # The shape [batch, heads, length, head dim] with the batch and the length free.
     free = {0: torch.export.Dim.DYNAMIC, 2: torch.export.Dim.DYNAMIC}
     program = torch.export.export(
-        FlashAttentionV1(deterministic=True), (q, k, v), dynamic_shapes=[free] * 3, strict=strict
+        flash.module(deterministic=True), (q, k, v), dynamic_shapes=[free] * 3, strict=strict
     )
     file = io.BytesIO()
     torch.export.save(program, file)
@@ -81,10 +82,10 @@ def test_an_exported_program_computes_the_same_at_other_lengths(where, strict):
         torch.testing.assert_close(got[name], want[name], rtol=1e-3, atol=1e-4)
 
 
-def test_an_exported_program_draws_its_mask_when_it_runs():
+def test_an_exported_program_draws_its_mask_when_it_runs(flash):
     class Dropped(torch.nn.Module):
         def forward(self, q):
-            return flash_attention_v1(q, q, q, dropout_p=0.5)
+            return flash(q, q, q, dropout_p=0.5)
 
     q = torch.randn(1, 2, 20, 16)
     program = torch.export.export(Dropped(), (q,)).module()
@@ -96,12 +97,13 @@ def test_an_exported_program_draws_its_mask_when_it_runs():
     [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))],
     ids=["deepcopy", "pickle"],
 )
-def test_a_copy_of_the_module_keeps_its_knobs(copy_of):
-    module = FlashAttentionV1(deterministic=True, q_splits=2, block_q=16, block_kv=32)
+def test_a_copy_of_the_module_keeps_its_knobs(flash, copy_of):
+    splits = dict(q_splits=2) if flash.splits else {}
+    module = flash.module(deterministic=True, block_q=16, block_kv=32, **splits)
     copied = copy_of(module)
     assert copied is not module
     assert copied.knobs == module.knobs
     assert copied.knobs is not module.knobs
     q, k, v, _ = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device("cpu"))
     assert torch.equal(copied(q, k, v), module(q, k, v))
-    assert not torch.equal(copied(q, k, v), FlashAttentionV1()(q, k, v))  # the blocks have effect
+    assert not torch.equal(copied(q, k, v), flash.module()(q, k, v))  # the blocks have effect

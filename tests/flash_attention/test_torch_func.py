@@ -1,4 +1,4 @@
-"""torch.func over flash_attention_v1: vmap, grad, vjp, jacrev, and what is refused.
+"""torch.func over each version of FlashAttention: vmap, grad, vjp, jacrev, and what is refused.
 
 Ground truth is naive attention, slice by slice, under plain autograd.
 """
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vjp, vmap
 
-from flash_attention import FlashAttentionV1, flash_attention_v1, naive_attention
+from flash_attention import naive_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -21,8 +21,20 @@ def make(where: str, *lead: int, heads: int = 2, n: int = 9, seed: int = 0) -> T
     return t.to(where, torch.float64 if where == "cpu" else torch.float32)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    return flash_attention_v1(q, k, v, causal=True, deterministic=True, **options)
+@pytest.fixture
+def attend(flash):
+    def attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return flash(q, k, v, causal=True, deterministic=True, **options)
+
+    return attention
+
+
+@pytest.fixture
+def with_dropout(attend):
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v, dropout_p=0.5)
+
+    return attention
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
@@ -47,7 +59,7 @@ def loss_of(attention):
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("dims", [(0, 0, 0), (0, None, None), (None, 1, 1), (4, 0, 2)], ids=str)
-def test_vmap_equals_one_slice_after_the_other(where, dims):
+def test_vmap_equals_one_slice_after_the_other(attend, where, dims):
     q = make(where, *([3] if dims[0] is not None else []), heads=4)
     k, v = (make(where, *([3] if dims[1] is not None else []), n=7, seed=s) for s in (1, 2))
     args = list(zip((q, k, v), dims, strict=True))
@@ -57,7 +69,7 @@ def test_vmap_equals_one_slice_after_the_other(where, dims):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_nested_vmap_with_segments(where):
+def test_nested_vmap_with_segments(attend, where):
     x = make(where, 3, 2)
     lengths = torch.tensor([2, 3, 4], device=where)
     # [3 slices, batch, N], the same for the slices of the inner vmap
@@ -72,7 +84,7 @@ def test_nested_vmap_with_segments(where):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_grad_vjp_and_jacrev_equal_those_of_naive(where):
+def test_grad_vjp_and_jacrev_equal_those_of_naive(attend, where):
     q, k, v = make(where, heads=4), make(where, seed=1), make(where, seed=2)
     qkv = (q, k, v)
     leaves = [t.clone().requires_grad_() for t in qkv]
@@ -91,7 +103,7 @@ def test_grad_vjp_and_jacrev_equal_those_of_naive(where):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_per_sample_gradients_of_all_inputs_and_of_shared_keys(where):
+def test_per_sample_gradients_of_all_inputs_and_of_shared_keys(attend, where):
     q, k, v = make(where, 3, heads=4), make(where, seed=1), make(where, seed=2)
     got = vmap(grad(loss_of(attend), argnums=(0, 1, 2)), in_dims=(0, None, None))(q, k, v)
     for i in range(3):
@@ -101,7 +113,7 @@ def test_per_sample_gradients_of_all_inputs_and_of_shared_keys(where):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_batched_cotangents_equal_one_backward_each(where):
+def test_batched_cotangents_equal_one_backward_each(attend, where):
     q, k, v = (make(where, seed=s).requires_grad_() for s in range(3))
     do = make(where, 4, seed=3)
     got = torch.autograd.grad(attend(q, k, v), (q, k, v), do, is_grads_batched=True)
@@ -111,24 +123,20 @@ def test_batched_cotangents_equal_one_backward_each(where):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_the_module_works_under_functional_call(where):
+def test_the_module_works_under_functional_call(flash, where):
     q = make(where)
-    got = grad(lambda t: functional_call(FlashAttentionV1(), {}, (t, t, t)).square().sum())(q)
+    got = grad(lambda t: functional_call(flash.module(), {}, (t, t, t)).square().sum())(q)
     assert_close(got, grad(lambda t: naive(t, t, t).square().sum())(q))
 
 
-def with_dropout(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return attend(q, k, v, dropout_p=0.5)
-
-
-def test_vmap_with_dropout_asks_how_to_draw():
+def test_vmap_with_dropout_asks_how_to_draw(with_dropout):
     x = make("cpu", 3)
     with pytest.raises(RuntimeError, match="randomness"):
         vmap(with_dropout)(x, x, x)
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_vmap_draws_one_mask_where_it_is_told_same(where):
+def test_vmap_draws_one_mask_where_it_is_told_same(with_dropout, where):
     x = make(where).expand(3, -1, -1, -1, -1)
     torch.manual_seed(0)
     want = with_dropout(x[0], x[0], x[0])
@@ -138,7 +146,7 @@ def test_vmap_draws_one_mask_where_it_is_told_same(where):
 
 
 @pytest.mark.parametrize("where", DEVICES)
-def test_vmap_draws_a_mask_per_slice_where_it_is_told_different(where):
+def test_vmap_draws_a_mask_per_slice_where_it_is_told_different(with_dropout, where):
     x = make(where).expand(3, -1, -1, -1, -1)
     o = vmap(with_dropout, randomness="different")(x, x, x)
     assert not any(torch.equal(o[i], o[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
@@ -146,7 +154,7 @@ def test_vmap_draws_a_mask_per_slice_where_it_is_told_different(where):
 
 @pytest.mark.parametrize("where", DEVICES)
 @pytest.mark.parametrize("randomness", ["same", "different"])
-def test_gradients_under_vmap_replay_the_slice_s_own_mask(where, randomness):
+def test_gradients_under_vmap_replay_the_slice_s_own_mask(with_dropout, where, randomness):
     """o is linear in v for a given mask: <dO, o> = <dV, v> tells whether backward drew it again."""
     q, k, v, do = (make(where, 3, seed=s) for s in range(4))
 
@@ -172,14 +180,14 @@ TRANSFORMS_WITHOUT_A_RULE = {
 
 
 @pytest.mark.parametrize("name", TRANSFORMS_WITHOUT_A_RULE)
-def test_derivatives_that_do_not_exist_are_refused(name):
+def test_derivatives_that_do_not_exist_are_refused(attend, name):
     transform, message = TRANSFORMS_WITHOUT_A_RULE[name]
     with pytest.raises(RuntimeError, match=message):
         transform(lambda q: attend(q, q, q), make("cpu"))
 
 
 @pytest.mark.parametrize("name", ["jvp", "grad of grad"])
-def test_they_are_refused_in_a_compiled_function_too(name):
+def test_they_are_refused_in_a_compiled_function_too(attend, name):
     transform, message = TRANSFORMS_WITHOUT_A_RULE[name]
     torch._dynamo.reset()
     with pytest.raises(RuntimeError, match=message):
@@ -188,31 +196,31 @@ def test_they_are_refused_in_a_compiled_function_too(name):
         )
 
 
-def test_dual_tensors_are_refused():
+def test_dual_tensors_are_refused(attend):
     q = make("cpu")
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
         attend(q, forward_ad.make_dual(q, q), q)
 
 
 @pytest.mark.parametrize("which", [1, 2])
-def test_a_gradient_of_the_statistics_is_refused(which):
+def test_a_gradient_of_the_statistics_is_refused(flash, which):
     def loss(q):
-        return flash_attention_v1(q, q, q, return_stats=True)[which].sum()
+        return flash(q, q, q, return_stats=True)[which].sum()
 
     with pytest.raises(RuntimeError, match="no gradient for the statistics"):
         grad(loss)(make("cpu"))
 
 
-def test_o_beside_the_statistics_keeps_its_gradient_under_vmap():
+def test_o_beside_the_statistics_keeps_its_gradient_under_vmap(flash):
     def loss(q):
-        return flash_attention_v1(q, q, q, causal=True, return_stats=True)[0].square().sum()
+        return flash(q, q, q, causal=True, return_stats=True)[0].square().sum()
 
     x = make("cpu", 3)
     want = vmap(grad(lambda q: naive(q, q, q).square().sum()))(x)
     assert_close(vmap(grad(loss))(x), want)
 
 
-def test_torch_func_inside_a_compiled_function_runs_eagerly_and_right():
+def test_torch_func_inside_a_compiled_function_runs_eagerly_and_right(attend):
     def per_sample(x):
         return vmap(grad(lambda q: attend(q, q, q).square().sum()))(2.0 * x) + 1.0
 
