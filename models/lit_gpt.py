@@ -19,7 +19,8 @@ class LitGPT(L.LightningModule):
     Args:
         model: the GPT.
         optim: optimizer, schedule and clipping.
-        compile: run ``model`` through torch.compile; parameter names stay the same.
+        compile: run ``model`` and the full loss through torch.compile; parameter names stay the
+            same.
         loss_fn: how the loss is computed; None: over all logits at once.
 
     Attributes:
@@ -43,6 +44,8 @@ class LitGPT(L.LightningModule):
             # Hooks on saved tensors, which offloading needs, do not go into a compiled graph.
             for part in model.blocks if model.offload else [model]:
                 part.compile()  # in place, unlike torch.compile: no `_orig_mod.` in state_dict
+            if isinstance(self.loss_fn, FullLoss):  # the other one has no logits of all tokens
+                self.loss_fn.compile()
 
     def loss(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Mean next-token loss in nats of tokens ``[B, N + 1]``, of targets only if given."""

@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -275,6 +276,59 @@ def test_chunks_on_a_gpu_give_the_gradients_of_the_full_loss(dtype):
         right = right.view_as(full)
         error = (chunked - right).norm() / right.norm()
         assert error <= 1.1 * (full - right).norm() / right.norm() + 1e-6
+
+
+def of_logits(n: int, v: int, device: str = "cpu"):
+    """A model whose output is a parameter, bfloat16 ``[1, n, v]``; tokens; and float64's result."""
+    generator = torch.Generator(device=device).manual_seed(0)
+    logits = torch.randn(1, n, v, device=device, generator=generator).bfloat16().requires_grad_()
+    tokens = torch.randint(v, (1, n + 1), device=device, generator=generator)
+    exact = logits.detach().double().requires_grad_()
+    loss = F.cross_entropy(exact[0], tokens[0, 1:])
+    loss.backward()
+    return (lambda idx: logits), logits, tokens, (loss.detach(), exact.grad)
+
+
+def test_a_compiled_loss_keeps_half_precision_logits_as_they_are(monkeypatch):
+    # Everything of torch.compile but the slow generation of C++.
+    compiled = partial(torch.compile, backend="aot_eager_decomp_partition")
+    monkeypatch.setattr(torch, "compile", compiled)
+    model, logits, tokens, (loss, grad) = of_logits(32, 999)
+    kept = {}
+    for compile in (False, True):
+        loss_fn = FullLoss()
+        if compile:
+            loss_fn.compile()
+        logits.grad, saved = None, {}
+
+        def keep(t, saved=saved):
+            saved[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            got = loss_fn(model, tokens)
+        got.backward()
+        torch.testing.assert_close(got.double(), loss, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(logits.grad.double(), grad, atol=1e-6, rtol=1e-2)
+        kept[compile] = sum(saved.values()) / logits.numel()  # bytes per logit
+    assert kept[False] >= 4  # float32
+    assert 2 <= kept[True] < 2.2  # the logits themselves, and few numbers per token
+
+
+@pytest.mark.gpu
+def test_a_compiled_loss_makes_no_float32_logits():
+    model, logits, tokens, (loss, grad) = of_logits(4096, 20_000, "cuda")
+    loss_fn = FullLoss()
+    loss_fn.compile()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    got = loss_fn(model, tokens)
+    each = loss_fn.per_token(model, tokens)
+    got.backward()
+    assert torch.cuda.max_memory_allocated() - before < 2.2 * logits.numel()  # the gradient
+    torch.testing.assert_close(got.double(), loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(each.mean().double(), loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits.grad.double(), grad, atol=1e-7, rtol=1e-2)
 
 
 @pytest.mark.gpu

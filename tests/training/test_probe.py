@@ -167,8 +167,8 @@ def test_a_cap_over_the_device_is_refused():
 def test_a_cap_limits_what_the_allocator_holds(job):
     """In this process the cap stays, so it is taken back."""
     try:
-        small = job("device=cuda", "model=gpt2_small", seq_len=8192, cap_bytes=2**30)
-        result, _ = run(small)
+        scores = job("device=cuda", "attention=naive", seq_len=16384, cap_bytes=2**30)
+        result, _ = run(scores)
         assert result["status"] == "oom"
         assert result["oom_tried_bytes"] > 0
         fits = job("device=cuda", seq_len=1024, cap_bytes=2**30)

@@ -39,6 +39,13 @@ def command(tmp_path):
     return (sys.executable, str(tmp_path / "trial.py"))
 
 
+@pytest.fixture
+def children():
+    """Asks which processes this test started that still run; other tests may have left some."""
+    before = set(psutil.Process().children(recursive=True))
+    return lambda: set(psutil.Process().children(recursive=True)) - before
+
+
 def job(act: str, **values) -> dict:
     return {"config": act, "seq_len": 64, "steps": 1, "cap_bytes": None, "limit_s": 30.0, **values}
 
@@ -72,7 +79,7 @@ def test_a_process_that_dies_is_an_error_that_says_how(command, tmp_path, act, m
 
 
 def test_a_step_over_the_limit_is_a_timeout_and_its_process_is_killed(
-    command, tmp_path, monkeypatch
+    command, tmp_path, monkeypatch, children
 ):
     monkeypatch.setattr(probe_process, "FIRST_STEP_S", 0.1)
     result = run(command, tmp_path, "slow", limit_s=0.2)
@@ -80,14 +87,14 @@ def test_a_step_over_the_limit_is_a_timeout_and_its_process_is_killed(
     assert not children()
 
 
-def test_a_process_that_begins_no_step_is_an_error(command, tmp_path, monkeypatch):
+def test_a_process_that_begins_no_step_is_an_error(command, tmp_path, monkeypatch, children):
     monkeypatch.setattr(probe_process, "START_S", 1.0)
     result = run(command, tmp_path, "hang", limit_s=0.1)
     assert (result["status"], result["message"]) == ("error", "no step began in 1 s")
     assert not children()
 
 
-def test_on_a_gpu_the_next_process_is_started_ahead_and_none_is_left(command, tmp_path):
+def test_on_a_gpu_the_next_process_is_started_ahead_and_none_is_left(command, tmp_path, children):
     with ProbeRunner(tmp_path, command) as runner:
         pids = []
         for act in ("cuda", "cuda", "cpu"):
@@ -98,10 +105,6 @@ def test_on_a_gpu_the_next_process_is_started_ahead_and_none_is_left(command, tm
         assert len(set(pids)) == 3
     assert not children()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trial.log", "trial.py"]
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def test_what_failed_is_not_kept(tmp_path):

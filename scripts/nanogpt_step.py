@@ -1,0 +1,142 @@
+"""Times whole training steps of nanoGPT, to set beside the tokens/s and peaks of train.py.
+
+    git clone https://github.com/karpathy/nanoGPT
+    python scripts/nanogpt_step.py nanoGPT --seq-lens 1024 4096 16384
+
+nanoGPT's own ``model.py``: GPT-2 small with a vocabulary of 50,304, SDPA, its AdamW (fused on a
+GPU), gradients clipped to 1, bfloat16 autocast, torch.compile, random tokens. For each length, a
+step has --tokens tokens, or one sequence if that is longer. The median step counts.
+"""
+
+import argparse
+import csv
+import importlib.util
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from rich.progress import track
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
+
+from scripts.arguments import positive
+from training import memory
+from training.console import console
+from training.devices import versions
+from training.run_folder import replacing
+from training.throughput import device_name, synchronize
+
+VOCAB_SIZE = 50304  # GPT-2's 50,257 tokens, rounded up to a multiple of 64
+WARMUP_STEPS = 3  # the first one compiles, and makes the optimizer's state
+
+
+@dataclass
+class Row:
+    """One length; peak in bytes, of PyTorch's allocator on a GPU, resident on a CPU."""
+
+    seq_len: int
+    batch: int
+    parameters: int
+    tokens_per_s: float
+    peak_bytes: int
+    device_name: str
+    torch: str
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", type=Path, help="a clone of nanoGPT")
+    parser.add_argument("--seq-lens", type=positive, nargs="+", default=[1024], metavar="N")
+    parser.add_argument(
+        "--tokens", type=positive, default=32768, help="tokens per step (default: 32768)"
+    )
+    parser.add_argument(
+        "--steps", type=positive, default=10, help="timed steps of each length (default: 10)"
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument(
+        "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("nanogpt_step.csv"), help="(default: nanogpt_step.csv)"
+    )
+    args = parser.parse_args(argv)
+    if not (args.folder / "model.py").is_file():
+        parser.error(f"{args.folder} has no model.py; give the folder of a clone of nanoGPT")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device=cuda, but PyTorch sees no CUDA GPU here; give --device cpu")
+    model = load(args.folder)
+    rows = []
+    for seq_len in track(args.seq_lens, description="nanoGPT", console=console):
+        rows.append(measure(model, seq_len, args))
+        write(rows, args.out)
+        console.print(
+            f"N={seq_len:,}  batch {rows[-1].batch}  {rows[-1].tokens_per_s:,.0f} tokens/s  "
+            f"peak {rows[-1].peak_bytes / 2**30:.2f} GiB"
+        )
+    return 0
+
+
+def load(folder: Path) -> ModuleType:
+    """nanoGPT's model.py as a module."""
+    spec = importlib.util.spec_from_file_location("nanogpt_model", folder / "model.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def measure(nanogpt: ModuleType, seq_len: int, args: argparse.Namespace) -> Row:
+    """Train on random tokens for a few steps."""
+    torch._dynamo.reset()  # lets the last length's model go
+    torch.manual_seed(0)
+    torch.set_float32_matmul_precision("high")
+    device = torch.device(args.device)
+    batch = max(1, args.tokens // seq_len)
+    config = nanogpt.GPTConfig(block_size=seq_len, vocab_size=VOCAB_SIZE, dropout=0.0)
+    model = nanogpt.GPT(config).to(device)
+    optimizer = model.configure_optimizers(0.1, 6e-4, (0.9, 0.95), device.type)
+    step_of = torch.compile(model) if args.compile else model
+    seconds = []
+    for step in range(WARMUP_STEPS + args.steps):
+        tokens = torch.randint(VOCAB_SIZE, (batch, seq_len + 1), device=device)
+        if step == WARMUP_STEPS:
+            memory.reset_peaks(device)
+        synchronize(device)
+        began = time.perf_counter()
+        with torch.autocast(device.type, torch.bfloat16):
+            _, loss = step_of(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    peaks = memory.peaks(device)
+    return Row(
+        seq_len=seq_len,
+        batch=batch,
+        parameters=sum(p.numel() for p in model.parameters()),
+        tokens_per_s=batch * seq_len / statistics.median(seconds[WARMUP_STEPS:]),
+        peak_bytes=peaks.get("allocated") or peaks["rss"],
+        device_name=device_name(device),
+        torch=versions()["torch"],
+    )
+
+
+def write(rows: list[Row], path: Path) -> None:
+    """The rows as CSV."""
+    with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
+        out = csv.DictWriter(file, [field.name for field in fields(Row)])
+        out.writeheader()
+        out.writerows(asdict(row) for row in rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,64 @@
+"""nanoGPT's step, timed: tokens per step, what is counted, what is refused."""
+
+import csv
+
+import pytest
+
+from scripts import nanogpt_step
+
+# Stands for a clone of nanoGPT: as many tokens as it is given take a known time.
+MODEL = """
+import time
+from dataclasses import dataclass
+import torch
+
+@dataclass
+class GPTConfig:
+    block_size: int = 1
+    vocab_size: int = 1
+    dropout: float = 0.5
+
+class GPT(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        assert (config.vocab_size, config.dropout) == (50304, 0.0)
+        self.config, self.calls = config, 0
+        self.weight = torch.nn.Parameter(torch.ones(7))
+
+    def forward(self, tokens, targets):
+        assert tokens.shape == targets.shape and tokens.shape[1] == self.config.block_size
+        assert torch.is_autocast_enabled("cpu") and torch.equal(tokens[:, 1:], targets[:, :-1])
+        self.calls += 1
+        time.sleep(0.3 if self.calls <= 3 else tokens.numel() / 1000)  # a first step compiles
+        return None, self.weight.sum()
+
+    def configure_optimizers(self, weight_decay, learning_rate, betas, device_type):
+        return torch.optim.AdamW(self.parameters(), lr=learning_rate)
+"""
+
+
+@pytest.fixture
+def clone(tmp_path):
+    (tmp_path / "nanoGPT").mkdir()
+    (tmp_path / "nanoGPT" / "model.py").write_text(MODEL)
+    return tmp_path / "nanoGPT"
+
+
+def test_each_length_has_the_tokens_asked_for_or_one_sequence(clone, tmp_path):
+    out = tmp_path / "steps.csv"
+    given = (
+        f"{clone} --seq-lens 10 20 80 --tokens 40 --steps 3 --device cpu --no-compile --out {out}"
+    )
+    assert nanogpt_step.main(given.split()) == 0
+    with open(out, encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [(r["seq_len"], r["batch"]) for r in rows] == [("10", "4"), ("20", "2"), ("80", "1")]
+    for row in rows:
+        assert 400 < float(row["tokens_per_s"]) <= 1000  # the steps that warm up do not count
+        assert (row["parameters"], row["device_name"]) == ("7", "cpu")
+
+
+def test_a_folder_without_nanogpt_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        nanogpt_step.main([str(tmp_path), "--device", "cpu"])
+    assert f"{tmp_path} has no model.py; give the folder of a clone" in capsys.readouterr().err
