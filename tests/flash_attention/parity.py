@@ -3,7 +3,8 @@
 The rule is FlashAttention's (tests/test_flash_attn.py): an output may be twice, a gradient three
 times as wrong as naive attention in the kernel's own dtype, plus the rounding of the result
 itself. In float32, which that suite leaves out, naive attention is wrong by a few units in the
-last place and its luck decides: the factor is 5 there.
+last place and its luck decides: the factor is 5 there, and naive attention's error counts as two
+units of the largest value at least (at head dim 1 a GPU's naive attention came to half of one).
 """
 
 import torch
@@ -69,5 +70,7 @@ def assert_within_bound(
     rounded = ref.to(own.dtype)
     atol = 2 * ((rounded + 0.3 - 0.3) - rounded).abs().max().item()
     factor = 5 if own.dtype == torch.float32 else 2 if name == "o" else 3
+    if own.dtype == torch.float32:
+        own_error = max(own_error, 2 * torch.finfo(own.dtype).eps * ref.abs().max().item())
     bound = factor * own_error + atol + floor
     assert error <= bound, f"{name}: error {error:.3g} is above {bound:.3g}"  # NaN fails too
