@@ -19,12 +19,16 @@ format: $(READY)
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
+# Byte code is made on every core (pip makes it on one), and not of what is rarely imported.
+RARE := /(tests|testing|transformers/models)/
+
 # The stamp is written last, so an interrupted install is done again.
 $(READY): requirements.lock
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; set PYTHON=/path/to/python3")'
 	@echo "Setting up .venv (once, a few minutes) ..."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear .venv
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -r requirements.lock
+	@$(BIN)/python -m compileall -qq -j 0 -x '$(RARE)' .venv/lib || true
 	@touch $(READY)
 
 # Pins for every supported Python. torch pins its own nvidia-* packages exactly, so the lock need
