@@ -45,8 +45,9 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
             o = launch.seq_major(q, q.dtype, fill=0.0)
             return o, _statistics(q).fill_(float("-inf")), _statistics(q).zero_()
         options = dict(
-            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
-        )
+            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed,
+            segment_ids=_indexable(segment_ids),
+        )  # fmt: skip
         if launch.use_triton(q):
             knobs = dict(
                 deterministic=deterministic, splits=splits, block_q=block_q, block_kv=block_kv
@@ -81,9 +82,11 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.numel() == 0 or k.numel() == 0:
             return tuple(launch.seq_major(t, t.dtype, fill=0.0) for t in (q, k, v))
+        m, l = _indexable(m), _indexable(l)
         options = dict(
-            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
-        )
+            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed,
+            segment_ids=_indexable(segment_ids),
+        )  # fmt: skip
         if launch.use_triton(q):
             knobs = dict(
                 deterministic=deterministic, splits=splits, block_q=block_q, block_kv=block_kv
@@ -147,8 +150,6 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
         check_blocks(block_q, block_kv)
-        if segment_ids is not None:
-            segment_ids = segment_ids.contiguous()  # the kernels index it as [B, N]
         if scale < 0.0:  # the op's scale is not: a row's maximum may be taken before scaling
             q, scale = -q, -scale
         if not torch.compiler.is_compiling():
@@ -221,6 +222,12 @@ def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:
 def _statistics(q: Tensor) -> Tensor:
     """An uninitialised m or l, ``[B, H, Nq]``."""
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _indexable(t: Tensor | None) -> Tensor | None:
+    """m, l or segment_ids as the kernels index them, by position: their strides are not asked for.
+    Not contiguous when vmap repeats one batch entry, or where the op is called with a slice."""
+    return None if t is None else t.contiguous()
 
 
 def _interpretable(*tensors: Tensor) -> tuple[Tensor, ...]:
