@@ -16,7 +16,6 @@ from flash_attention.v2.op import flash_attention_v2
 
 try:
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
         "flash_attention.transformers needs transformers 5.4 or later; it cannot be imported"
@@ -27,6 +26,8 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4)
         f"flash_attention.transformers needs transformers 5.4 or later; got "
         f"{transformers.__version__}"
     )
+
+from transformers import AttentionInterface, AttentionMaskInterface  # an old one has neither
 
 # Arguments with which a model asks for another attention than softmax(scale QK^T)V.
 REFUSED = (

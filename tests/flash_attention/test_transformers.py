@@ -2,13 +2,15 @@
 
 import importlib
 import sys
+import types
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 pytest.importorskip("transformers", "5.4")
+
+import transformers
 
 from flash_attention import naive_attention
 from flash_attention.transformers import attend, mask
@@ -257,13 +259,14 @@ def test_what_changes_the_weights_is_refused(argument, value):
 
 
 @pytest.mark.parametrize(
-    ("installed", "got"), [(None, "it cannot be imported"), ("5.3.0", "got 5.3.0")]
+    ("installed", "got"),
+    [(None, "it cannot be imported"), ("5.3.0", "got 5.3.0"), ("4.40.2", "got 4.40.2")],
 )
 def test_without_a_transformers_that_fits_one_sentence_says_so(installed, got, monkeypatch):
-    if installed is None:
-        monkeypatch.setitem(sys.modules, "transformers", None)
-    else:
-        monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)
+    """4.40 has none of what is imported from it."""
+    old = types.ModuleType("transformers")
+    old.__version__ = installed
+    monkeypatch.setitem(sys.modules, "transformers", installed and old)
     monkeypatch.delitem(sys.modules, "flash_attention.transformers")
     with pytest.raises(ImportError, match=f"needs transformers 5.4 or later; {got}"):
         importlib.import_module("flash_attention.transformers")
