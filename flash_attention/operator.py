@@ -149,7 +149,8 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
         block_kv: int | None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
-        check_blocks(block_q, block_kv)
+        _check_flag("causal", causal)
+        check_knobs(deterministic, block_q, block_kv)
         if scale < 0.0:  # the op's scale is not: a row's maximum may be taken before scaling
             q, scale = -q, -scale
         if not torch.compiler.is_compiling():
@@ -169,10 +170,23 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
     return attention
 
 
-def check_blocks(block_q: int | None, block_kv: int | None) -> None:
+def check_knobs(deterministic: bool, block_q: int | None, block_kv: int | None) -> None:
+    """What the op's schema would refuse in its own words: there 16.0 is no int, nor "yes" a bool.
+
+    Raises:
+        TypeError: deterministic is neither True nor False.
+        ValueError: a block size is none of ``tiling.BLOCK_SIZES``.
+    """
+    _check_flag("deterministic", deterministic)
     for name, block in (("block_q", block_q), ("block_kv", block_kv)):
-        if block is not None and block not in tiling.BLOCK_SIZES:
+        known = isinstance(block, int) and block in tiling.BLOCK_SIZES
+        if block is not None and not known:
             raise ValueError(f"{name} must be 16, 32, 64, 128 or 256; got {block!r}")
+
+
+def _check_flag(name: str, flag: bool) -> None:
+    if flag not in (True, False):
+        raise TypeError(f"{name} must be True or False; got {flag!r}")
 
 
 def fitting(

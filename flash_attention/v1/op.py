@@ -98,7 +98,7 @@ class FlashAttentionV1(Attention):
     ):
         super().__init__()
         _check_splits(q_splits)
-        operator.check_blocks(block_q, block_kv)
+        operator.check_knobs(deterministic, block_q, block_kv)
         self.knobs = dict(
             deterministic=deterministic, q_splits=q_splits, block_q=block_q, block_kv=block_kv
         )
@@ -110,7 +110,8 @@ class FlashAttentionV1(Attention):
 
 
 def _check_splits(q_splits: int | str) -> None:
-    if q_splits != "auto" and not (isinstance(q_splits, int) and q_splits >= 1):
+    counted = isinstance(q_splits, int) and not isinstance(q_splits, bool) and q_splits >= 1
+    if q_splits != "auto" and not counted:
         raise ValueError(f"q_splits must be 'auto' or an integer of at least 1; got {q_splits!r}")
 
 

@@ -66,7 +66,7 @@ class FlashAttentionV2(Attention):
         block_kv: int | None = None,
     ):
         super().__init__()
-        operator.check_blocks(block_q, block_kv)
+        operator.check_knobs(deterministic, block_q, block_kv)
         self.knobs = dict(deterministic=deterministic, block_q=block_q, block_kv=block_kv)
 
     def forward(self, q, k, v, *, causal=True, dropout_p=0.0, segment_ids=None):
