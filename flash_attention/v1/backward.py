@@ -163,7 +163,7 @@ def backward(
     splits: programs that share the K/V blocks of one head. 1 adds to dQ in a fixed order, so that
     the result repeats bit for bit; more add atomically; None: one program per K/V block.
 
-    Returns dq, dk, dv like q, k, v. Scratch: dq in float32 and D_i ``[B, H, Nq]``;
+    Returns dq, dk, dv like q, k, v. Scratch: dq in float32, D_i and 1 / l ``[B, H, Nq]``;
     with segment_ids, three numbers per K/V block.
     """
     batch, heads, nq, head_dim = q.shape

@@ -36,8 +36,10 @@ def flash_attention_v2(
 
         deterministic: changes nothing, as gradients always repeat bit for bit.
         q_splits: not taken, as every Q block is a program.
+        block_q, block_kv: of all three kernels; None takes each one's table in ``v2/tables.py``.
 
-    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward.
+    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward; with
+    segment_ids, three int32 per block.
     """
     return _attention(
         q,
