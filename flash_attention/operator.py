@@ -189,15 +189,17 @@ def _check_flag(name: str, flag: bool) -> None:
         raise TypeError(f"{name} must be True or False; got {flag!r}")
 
 
-def fitting(
+def run_tuned(
     kernel: str,
     run: Callable,
-    blocks: tiling.Blocks,
+    table: dict[tuple[int, int], tiling.Blocks],
     q: Tensor,
     block_q: int | None,
     block_kv: int | None,
 ):
-    """The kernel with the table's blocks, or the user's, or smaller ones where those do not fit."""
+    """``run(blocks)`` with the table's blocks, or the user's, or smaller ones where those do not
+    fit."""
+    blocks = tiling.tuned(table, q.shape[3], q.element_size())
     return launch.fitting(
         run,
         blocks.override(block_q, block_kv),

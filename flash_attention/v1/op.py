@@ -4,9 +4,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from flash_attention import launch, operator, tiling
+from flash_attention import launch, operator
 from flash_attention.base import Attention
-from flash_attention.v1 import tiled
+from flash_attention.v1 import tables, tiled
 
 if launch.triton is not None:
     from flash_attention.v1 import backward as triton_backward
@@ -46,7 +46,7 @@ def flash_attention_v1(
         q_splits: programs that share the blocks of one head: 1 is the paper's grid (batch, head);
             "auto" fills the device.
         block_q, block_kv: rows of Q and of K/V in a tile, powers of two from 16 to 256; None
-            takes the table in ``tiling.py``.
+            takes the tables in ``v1/tables.py``.
 
     Returns:
         o ``[B, H, Nq, D]`` in q's dtype (the autocast dtype under autocast), laid out as
@@ -117,10 +117,10 @@ def _check_splits(q_splits: int | str) -> None:
 
 
 def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
-    return operator.fitting(
+    return operator.run_tuned(
         "v1 forward",
         lambda blocks: triton_forward.forward(q, k, v, splits=splits, blocks=blocks, **options),
-        tiling.forward_blocks(q.shape[3], q.element_size()),
+        tables.FORWARD,
         q,
         block_q,
         block_kv,
@@ -129,12 +129,12 @@ def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
 
 def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
     splits = 1 if deterministic else splits
-    return operator.fitting(
+    return operator.run_tuned(
         "v1 backward",
         lambda blocks: triton_backward.backward(
             do, q, k, v, o, m, l, splits=splits, blocks=blocks, **options
         ),
-        tiling.backward_blocks(q.shape[3], q.element_size()),
+        tables.BACKWARD,
         q,
         block_q,
         block_kv,

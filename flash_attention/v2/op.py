@@ -1,10 +1,8 @@
 """FlashAttention V2 for users: the function, its module, and how its kernels are launched."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from flash_attention import launch, operator, tiling
+from flash_attention import launch, operator
 from flash_attention.base import Attention
 from flash_attention.v2 import tables, tiled
 
@@ -78,7 +76,7 @@ class FlashAttentionV2(Attention):
 
 
 def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
-    return _fitting(
+    return operator.run_tuned(
         "v2 forward",
         lambda blocks: triton_forward.forward(q, k, v, blocks=blocks, **options),
         tables.FORWARD,
@@ -88,10 +86,11 @@ def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
     )
 
 
+# Each kernel has blocks of its own, made smaller by themselves where they do not fit.
 def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
     row_delta, inv = delta(o, do, l)
     given = (do, q, k, v, m, inv, row_delta)
-    dk, dv = _fitting(
+    dk, dv = operator.run_tuned(
         "v2 dk dv",
         lambda blocks: triton_backward.dk_dv(*given, blocks=blocks, **options),
         tables.DK_DV,
@@ -99,7 +98,7 @@ def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv,
         block_q,
         block_kv,
     )
-    dq = _fitting(
+    dq = operator.run_tuned(
         "v2 dq",
         lambda blocks: triton_backward.dq(*given, blocks=blocks, **options),
         tables.DQ,
@@ -108,12 +107,6 @@ def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv,
         block_kv,
     )
     return dq, dk, dv
-
-
-def _fitting(kernel: str, run: Callable, table: dict, q: Tensor, *sizes: int | None):
-    """Each kernel has blocks of its own, made smaller by themselves where they do not fit."""
-    blocks = tiling.tuned(table, q.shape[3], q.element_size())
-    return operator.fitting(kernel, run, blocks, q, *sizes)
 
 
 _attention = operator.build("v2", tiled, _forward, _backward)

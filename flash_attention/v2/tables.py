@@ -1,7 +1,6 @@
 """The launch configurations of V2's kernels.
 
-Keys as in ``tiling.py``: the padded head dim, at least 64, and the bytes of an element: 2, or 4 for
-more.
+Keys: the padded head dim, at least 64, and the bytes of an element: 2, or 4 for more.
 """
 
 from flash_attention.tiling import Blocks

@@ -20,7 +20,8 @@ import triton, triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from flash_attention import delta, segments, tiling, v1, v2
-from flash_attention.v2 import tables
+from flash_attention.v1 import tables as v1_tables
+from flash_attention.v2 import tables as v2_tables
 
 KERNELS = {
     "forward": v1.forward._forward_kernel,
@@ -34,10 +35,10 @@ KERNELS = {
 FLOAT32 = {"m_ptr", "l_ptr", "inv_ptr", "delta_ptr"}
 SUMS = {"forward": "o_ptr", "backward": "dq_ptr"}  # in memory, in float32
 TABLES = {
-    "forward": tiling.FORWARD_BLOCKS,
-    "v2_forward": tables.FORWARD,
-    "v2_dk_dv": tables.DK_DV,
-    "v2_dq": tables.DQ,
+    "forward": v1_tables.FORWARD,
+    "v2_forward": v2_tables.FORWARD,
+    "v2_dk_dv": v2_tables.DK_DV,
+    "v2_dq": v2_tables.DQ,
 }
 INTEGERS = {"segment_ptr": "*i64", "span_ptr": "*i32", "seed_ptr": "*i64"}
 
@@ -45,7 +46,7 @@ INTEGERS = {"segment_ptr": "*i64", "span_ptr": "*i32", "seed_ptr": "*i64"}
 def compile_kernel(name, head_dim, size, variant):
     """What the launchers pass: aligned pointers and strides, the last stride 1."""
     kernel, element = KERNELS[name], "*bf16" if size == 2 else "*fp32"
-    blocks = tiling.tuned(TABLES.get(name, tiling.BACKWARD_BLOCKS), head_dim, size)
+    blocks = tiling.tuned(TABLES.get(name, v1_tables.BACKWARD), head_dim, size)
     block_d = tiling.padded_head_dim(head_dim)
     values = dict(
         CAUSAL=True, SEGMENTS=variant, DROPOUT=variant, ATOMIC=not variant, HEAD_DIM=head_dim,
