@@ -131,7 +131,7 @@ def load_segments(segments, positions, n, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def row_blocks(
+def rows_seeing(
     c0, nq, nk, span_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -157,11 +157,12 @@ def row_blocks(
 
 
 @triton.jit
-def key_blocks(
+def keys_seen(
     r0, nq, nk, span_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of keys that the rows r0, ... meet: (first, full, full_stop, stop), as row_blocks.
+    """The blocks of keys that the rows r0, ... meet: (first, full, full_stop, stop), as
+    rows_seeing.
 
     span_ptr: the rows' span (segments.py); rows and keys are the same tokens there.
     """

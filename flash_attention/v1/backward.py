@@ -21,7 +21,7 @@ from flash_attention.tiles import (
     load_segments,
     locate,
     probabilities,
-    row_blocks,
+    rows_seeing,
     store_rows,
     visible,
 )
@@ -62,7 +62,7 @@ def _backward_kernel(
         vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
         dk = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)  # line 9
         dv = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)
-        first, full, full_stop, stop = row_blocks(
+        first, full, full_stop, stop = rows_seeing(
             c0, nq, nk, span_ptr + j * 3, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
         )
         for g in range(0, group):
@@ -111,7 +111,7 @@ def _add_gradients(
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     m = tl.load(m_ptr + rows, mask=inside, other=0.0)
     inv = tl.load(inv_ptr + rows, mask=inside, other=0.0)
-    delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
+    row_delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
 
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # line 11, unscaled
     seen = True
@@ -130,7 +130,7 @@ def _add_gradients(
         pt_dropped = tl.where(kept, pt * keep_scale, 0.0)
         dpt = tl.where(kept, dpt * keep_scale, 0.0)
     dv += tl.dot(pt_dropped.to(doi.dtype), doi, input_precision=PRECISION, out_dtype=ACC)  # line 16
-    dst = (pt * (dpt - delta[None, :])).to(qi.dtype)  # line 20
+    dst = (pt * (dpt - row_delta[None, :])).to(qi.dtype)  # line 20
     dk += tl.dot(dst, qi, input_precision=PRECISION, out_dtype=ACC)  # line 22
     dq = tl.dot(tl.trans(dst), kj, input_precision=PRECISION, out_dtype=ACC)  # line 21
     if ATOMIC:
@@ -171,7 +171,7 @@ def backward(
     acc = m.dtype
     dq = launch.seq_major(q, acc, fill=0.0)
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
-    rows_delta, inv = delta(o, do, l)
+    row_delta, inv = delta(o, do, l)
     shared = dict(
         HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim), ACC=launch.triton_dtype(acc)
     )
@@ -180,7 +180,7 @@ def backward(
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _backward_kernel[(batch * kv_heads * splits,)](
-            q, k, v, do, dq, dk, dv, m, inv, rows_delta,
+            q, k, v, do, dq, dk, dv, m, inv, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),

@@ -18,7 +18,7 @@ from flash_attention.tiles import (
     load_rows,
     load_segments,
     locate,
-    row_blocks,
+    rows_seeing,
     store_rows,
     visible,
 )
@@ -53,7 +53,7 @@ def _forward_kernel(
     for c0 in range(0, nk, BLOCK_KV):  # line 5
         kj = load_rows(k_ptr, stride_kn, stride_kd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)  # line 6
         vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
-        first, full, full_stop, stop = row_blocks(
+        first, full, full_stop, stop = rows_seeing(
             c0, nq, nk, span_ptr + c0 // BLOCK_KV * 3, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
         )
         for part in tl.static_range(0, 3 if SEGMENTS else 2):

@@ -22,13 +22,13 @@ from flash_attention import dropout, launch, segments, tiling
 from flash_attention.tiles import (
     LOG2_E,
     keep,
-    key_blocks,
+    keys_seen,
     load_rows,
     load_segments,
     place,
     probabilities,
     read_rows,
-    row_blocks,
+    rows_seeing,
     store_rows,
     visible,
 )
@@ -68,7 +68,7 @@ def _dk_dv_kernel(
     vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
     dk = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)
     dv = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)
-    first, full, full_stop, stop = row_blocks(
+    first, full, full_stop, stop = rows_seeing(
         c0, nq, nk, span_ptr, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
     )
     for g in range(0, group):
@@ -178,7 +178,7 @@ def _dq_kernel(
     row_delta = tl.load(delta_ptr + head * nq + rows, mask=rows < nq, other=0.0)
     row_segments = load_segments(segment_ptr, rows, nq, SEGMENTS)
     dq = tl.zeros((BLOCK_Q, BLOCK_D), dtype=ACC)
-    first, full, full_stop, stop = key_blocks(
+    first, full, full_stop, stop = keys_seen(
         r0, nq, nk, span_ptr, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
     )
     for part in tl.static_range(0 if SEGMENTS else 1, 3):

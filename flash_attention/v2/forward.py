@@ -15,7 +15,7 @@ from flash_attention import dropout, launch, segments, tiling
 from flash_attention.tiles import (
     LOG2_E,
     keep,
-    key_blocks,
+    keys_seen,
     load_rows,
     load_segments,
     place,
@@ -58,7 +58,7 @@ def _forward_kernel(
     o = tl.zeros((BLOCK_Q, BLOCK_D), dtype=ACC)
     m = tl.full((BLOCK_Q,), float("-inf"), dtype=ACC)
     l = tl.zeros((BLOCK_Q,), dtype=ACC)
-    first, full, full_stop, stop = key_blocks(
+    first, full, full_stop, stop = keys_seen(
         r0, nq, nk, span_ptr, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
     )
     # Two loops, so that the longer one carries no mask; with segments a third one before them.

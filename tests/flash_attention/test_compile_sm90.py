@@ -51,7 +51,7 @@ def compile_kernel(name, head_dim, size, variant):
     values = dict(
         CAUSAL=True, SEGMENTS=variant, DROPOUT=variant, ATOMIC=not variant, HEAD_DIM=head_dim,
         DESCRIPTORS=blocks.descriptors, BLOCK_D=block_d, BLOCK_Q=blocks.block_q,
-        BLOCK_KV=blocks.block_kv, ACC=tl.float32, PRECISION="ieee", CHUNK=segments.CHUNK,
+        BLOCK_KV=blocks.block_kv, ACC=tl.float32, PRECISION="ieee", BLOCK=64, CHUNK=segments.CHUNK,
     )
     signature, constants, attributes = {}, {}, {}
     for i, argument in enumerate(kernel.arg_names):
