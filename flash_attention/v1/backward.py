@@ -16,14 +16,13 @@ from flash_attention.delta import delta
 from flash_attention.tiles import (
     LOG2_E,
     add_rows,
-    keep,
+    both_dropped_transposed,
     load_rows,
-    load_segments,
     locate,
     probabilities,
     rows_seeing,
     store_rows,
-    visible,
+    visible_transposed,
 )
 
 
@@ -116,19 +115,12 @@ def _add_gradients(
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # line 11, unscaled
     seen = True
     if MASKED:
-        seen = visible(
-            rows[None, :], cols[:, None], nq, nk,
-            load_segments(segment_ptr, rows, nq, SEGMENTS)[None, :],
-            load_segments(segment_ptr, cols, nk, SEGMENTS)[:, None],
-            CAUSAL, SEGMENTS,
-        )  # fmt: skip
+        seen = visible_transposed(rows, cols, nq, nk, segment_ptr, CAUSAL, SEGMENTS)
     pt = probabilities(st, m[None, :], inv[None, :], seen, scale * LOG2_E, MASKED)  # line 13
     dpt = tl.dot(vj, tl.trans(doi), input_precision=PRECISION, out_dtype=ACC)  # line 17
-    pt_dropped = pt
-    if DROPOUT:  # lines 14, 15, 18
-        kept = tl.trans(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV))
-        pt_dropped = tl.where(kept, pt * keep_scale, 0.0)
-        dpt = tl.where(kept, dpt * keep_scale, 0.0)
+    pt_dropped, dpt = both_dropped_transposed(  # lines 14, 15, 18
+        pt, dpt, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV
+    )
     dv += tl.dot(pt_dropped.to(doi.dtype), doi, input_precision=PRECISION, out_dtype=ACC)  # line 16
     dst = (pt * (dpt - row_delta[None, :])).to(qi.dtype)  # line 20
     dk += tl.dot(dst, qi, input_precision=PRECISION, out_dtype=ACC)  # line 22

@@ -21,7 +21,8 @@ from torch import Tensor
 from flash_attention import dropout, launch, segments, tiling
 from flash_attention.tiles import (
     LOG2_E,
-    keep,
+    both_dropped_transposed,
+    dropped,
     keys_seen,
     load_rows,
     load_segments,
@@ -31,6 +32,7 @@ from flash_attention.tiles import (
     rows_seeing,
     store_rows,
     visible,
+    visible_transposed,
 )
 
 
@@ -119,23 +121,16 @@ def _add_to_dk_dv(
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # unscaled
     seen = True
     if MASKED:
-        seen = visible(
-            rows[None, :], cols[:, None], nq, nk,
-            load_segments(segment_ptr, rows, nq, SEGMENTS)[None, :],
-            load_segments(segment_ptr, cols, nk, SEGMENTS)[:, None],
-            CAUSAL, SEGMENTS,
-        )  # fmt: skip
+        seen = visible_transposed(rows, cols, nq, nk, segment_ptr, CAUSAL, SEGMENTS)
     pt = probabilities(st, m[None, :], inv[None, :], seen, scale * LOG2_E, MASKED)
     doi = read_rows(
         do_src, b, h, r0, nq, stride_gb, stride_gh, stride_gn, stride_gd,
         BLOCK_Q, HEAD_DIM, BLOCK_D, DESCRIPTORS,
     )  # fmt: skip
     dpt = tl.dot(vj, tl.trans(doi), input_precision=PRECISION, out_dtype=ACC)
-    pt_dropped = pt
-    if DROPOUT:
-        kept = tl.trans(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV))
-        pt_dropped = tl.where(kept, pt * keep_scale, 0.0)
-        dpt = tl.where(kept, dpt * keep_scale, 0.0)
+    pt_dropped, dpt = both_dropped_transposed(
+        pt, dpt, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV
+    )
     dv = tl.dot(pt_dropped.to(doi.dtype), doi, dv, input_precision=PRECISION, out_dtype=ACC)
     row_delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
     dst = (pt * (dpt - row_delta[None, :])).to(qi.dtype)
@@ -228,9 +223,7 @@ def _add_to_dq(
         )  # fmt: skip
     p = probabilities(s, m[:, None], inv[:, None], seen, scale * LOG2_E, MASKED)
     dp = tl.dot(doi, tl.trans(vj), input_precision=PRECISION, out_dtype=ACC)
-    if DROPOUT:
-        kept = keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV)
-        dp = tl.where(kept, dp * keep_scale, 0.0)
+    dp = dropped(dp, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV)
     ds = (p * (dp - row_delta[:, None])).to(kj.dtype)
     return tl.dot(ds, kj, dq, input_precision=PRECISION, out_dtype=ACC)
 
