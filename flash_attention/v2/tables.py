@@ -1,5 +1,8 @@
 """The launch configurations of V2's kernels.
 
+Those for 2 bytes at head dims 64 and 128 were decided by measurements on an H200
+(results/flash_v2_tuning.md); the others are untuned.
+
 Keys: the padded head dim, at least 64, and the bytes of an element: 2, or 4 for more.
 """
 
