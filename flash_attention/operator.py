@@ -45,8 +45,9 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
             o = launch.seq_major(q, q.dtype, fill=0.0)
             return o, _statistics(q).fill_(float("-inf")), _statistics(q).zero_()
         options = dict(
-            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
-        )
+            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed,
+            segment_ids=_indexable(segment_ids),
+        )  # fmt: skip
         if launch.use_triton(q):
             knobs = dict(
                 deterministic=deterministic, splits=splits, block_q=block_q, block_kv=block_kv
@@ -81,9 +82,11 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
     ) -> tuple[Tensor, Tensor, Tensor]:
         if q.numel() == 0 or k.numel() == 0:
             return tuple(launch.seq_major(t, t.dtype, fill=0.0) for t in (q, k, v))
+        m, l = _indexable(m), _indexable(l)
         options = dict(
-            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed, segment_ids=segment_ids
-        )
+            causal=causal, scale=scale, dropout_p=dropout_p, seed=seed,
+            segment_ids=_indexable(segment_ids),
+        )  # fmt: skip
         if launch.use_triton(q):
             knobs = dict(
                 deterministic=deterministic, splits=splits, block_q=block_q, block_kv=block_kv
@@ -146,9 +149,8 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
         block_kv: int | None,
     ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         q, k, v, scale = checks.prepare(q, k, v, scale, dropout_p, segment_ids)
-        check_blocks(block_q, block_kv)
-        if segment_ids is not None:
-            segment_ids = segment_ids.contiguous()  # the kernels index it as [B, N]
+        _check_flag("causal", causal)
+        check_knobs(deterministic, block_q, block_kv)
         if scale < 0.0:  # the op's scale is not: a row's maximum may be taken before scaling
             q, scale = -q, -scale
         if not torch.compiler.is_compiling():
@@ -168,21 +170,36 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
     return attention
 
 
-def check_blocks(block_q: int | None, block_kv: int | None) -> None:
+def check_knobs(deterministic: bool, block_q: int | None, block_kv: int | None) -> None:
+    """What the op's schema would refuse in its own words: there 16.0 is no int, nor "yes" a bool.
+
+    Raises:
+        TypeError: deterministic is neither True nor False.
+        ValueError: a block size is none of ``tiling.BLOCK_SIZES``.
+    """
+    _check_flag("deterministic", deterministic)
     for name, block in (("block_q", block_q), ("block_kv", block_kv)):
-        if block is not None and block not in tiling.BLOCK_SIZES:
+        known = isinstance(block, int) and block in tiling.BLOCK_SIZES
+        if block is not None and not known:
             raise ValueError(f"{name} must be 16, 32, 64, 128 or 256; got {block!r}")
 
 
-def fitting(
+def _check_flag(name: str, flag: bool) -> None:
+    if flag not in (True, False):
+        raise TypeError(f"{name} must be True or False; got {flag!r}")
+
+
+def run_tuned(
     kernel: str,
     run: Callable,
-    blocks: tiling.Blocks,
+    table: dict[tuple[int, int], tiling.Blocks],
     q: Tensor,
     block_q: int | None,
     block_kv: int | None,
 ):
-    """The kernel with the table's blocks, or the user's, or smaller ones where those do not fit."""
+    """``run(blocks)`` with the table's blocks, or the user's, or smaller ones where those do not
+    fit."""
+    blocks = tiling.tuned(table, q.shape[3], q.element_size())
     return launch.fitting(
         run,
         blocks.override(block_q, block_kv),
@@ -221,6 +238,12 @@ def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:
 def _statistics(q: Tensor) -> Tensor:
     """An uninitialised m or l, ``[B, H, Nq]``."""
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+def _indexable(t: Tensor | None) -> Tensor | None:
+    """m, l or segment_ids as the kernels index them, by position: their strides are not asked for.
+    Not contiguous when vmap repeats one batch entry, or where the op is called with a slice."""
+    return None if t is None else t.contiguous()
 
 
 def _interpretable(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -4,7 +4,8 @@ The softmax of scores s_1 ... s_N is p_i = e^(s_i - m) / l with l = sum_i e^(s_i
 the same p; with the maximum nothing overflows. Attention is o = sum_i p_i v_i.
 The functions below go from that definition to the recurrence of FlashAttention (arXiv:2205.14135,
 section 3.1; the online softmax is Milakov and Gimelshein's, arXiv:1805.02867). ``v1/tiled.py`` runs
-:func:`update`; the Triton kernels are the same lines.
+:func:`update`, and V1's Triton kernel is the same lines. ``v2/tiled.py`` and V2's kernel take
+:func:`advance`'s step, but divide o by l only once, after the last key.
 
 ``exp`` is torch.exp, or torch.exp2 for scores that were multiplied by log2 e: 2^(s log2 e) = e^s.
 """

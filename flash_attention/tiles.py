@@ -113,6 +113,42 @@ def visible(
 
 
 @triton.jit
+def visible_transposed(
+    rows, cols, nq, nk, segment_ptr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr
+):
+    """:func:`visible` of a tile [Bc, Br], for rows [Br] and cols [Bc]."""
+    return visible(
+        rows[None, :], cols[:, None], nq, nk,
+        load_segments(segment_ptr, rows, nq, SEGMENTS)[None, :],
+        load_segments(segment_ptr, cols, nk, SEGMENTS)[:, None],
+        CAUSAL, SEGMENTS,
+    )  # fmt: skip
+
+
+@triton.jit
+def advance(m, l, s, seen, scale2, MASKED: tl.constexpr):
+    """Take the unscaled scores s of a tile into the statistics m (base 2) and l of its rows:
+    softmax.advance in Triton. -inf where a pair is not seen.
+
+    Returns the new m and l, P, and the factor by which what was summed before is to be multiplied.
+    """
+    if MASKED:
+        s = tl.where(seen, s * scale2, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, axis=1))
+        # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
+        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - shift[:, None])
+    else:
+        # The scale is not negative, so it may wait until after the maximum: s * scale2 - m is one
+        # fused multiply-add.
+        m_new = tl.maximum(m, tl.max(s, axis=1) * scale2)
+        shift = m_new
+        p = tl.exp2(s * scale2 - shift[:, None])
+    factor = tl.exp2(m - shift)
+    return m_new, l * factor + tl.sum(p, axis=1), p, factor
+
+
+@triton.jit
 def probabilities(s, m, inv, seen, scale2, MASKED: tl.constexpr):
     """P of a tile in backward, from the unscaled scores and the statistics m (base 2) and 1 / l,
     which broadcast to the tile; 0 where a pair is not seen."""
@@ -131,7 +167,7 @@ def load_segments(segments, positions, n, SEGMENTS: tl.constexpr):
 
 
 @triton.jit
-def row_blocks(
+def rows_seeing(
     c0, nq, nk, span_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
@@ -157,11 +193,12 @@ def row_blocks(
 
 
 @triton.jit
-def key_blocks(
+def keys_seen(
     r0, nq, nk, span_ptr,
     BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr,
 ):  # fmt: skip
-    """The blocks of keys that the rows r0, ... meet: (first, full, full_stop, stop), as row_blocks.
+    """The blocks of keys that the rows r0, ... meet: (first, full, full_stop, stop), as
+    rows_seeing.
 
     span_ptr: the rows' span (segments.py); rows and keys are the same tokens there.
     """
@@ -196,3 +233,27 @@ def keep(seed, threshold, head, r0, c0, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.cons
     words = tl.reshape(words, (BLOCK_Q, BLOCK_KV // 2))  # in the order 0, 1, 2, 3
     kept = tl.join((words & 0xFFFF) >= threshold, (words >> 16) >= threshold)
     return tl.reshape(kept, (BLOCK_Q, BLOCK_KV))
+
+
+@triton.jit
+def dropped(
+    p, seed, threshold, keep_scale, head, r0, c0,
+    DROPOUT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """The tile [BLOCK_Q, BLOCK_KV] of P, or of its gradient, at (r0, c0) after dropout."""
+    if DROPOUT:
+        p = tl.where(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV), p * keep_scale, 0.0)
+    return p
+
+
+@triton.jit
+def both_dropped_transposed(
+    pt, dpt, seed, threshold, keep_scale, head, r0, c0,
+    DROPOUT: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_KV: tl.constexpr,
+):  # fmt: skip
+    """As dropped, of P^T and of its gradient, which share the draw."""
+    if DROPOUT:
+        kept = tl.trans(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV))
+        pt = tl.where(kept, pt * keep_scale, 0.0)
+        dpt = tl.where(kept, dpt * keep_scale, 0.0)
+    return pt, dpt

@@ -112,39 +112,9 @@ def pytorch_blocks(batch_heads: int) -> Blocks:
     return Blocks(size, size)
 
 
-# V1, tuned on an H200 (results/flash_v1_tuning.md says what decided). Keys: the padded head dim, at
-# least 64, and the bytes of an element: 2, or 4 for more.
-FORWARD_BLOCKS = {
-    # O passes through HBM once per K/V block: block_kv is as large as registers allow.
-    (64, 2): Blocks(64, 256, num_warps=4, num_stages=1, per_processor=2),
-    (128, 2): Blocks(128, 256, num_warps=8, num_stages=1),
-    (256, 2): Blocks(64, 128, num_warps=8, num_stages=1),
-    (64, 4): Blocks(64, 64, num_warps=8, num_stages=1),
-    (128, 4): Blocks(32, 64, num_warps=8, num_stages=1),
-    (256, 4): Blocks(32, 32, num_warps=4, num_stages=1),
-}
-BACKWARD_BLOCKS = {
-    (64, 2): Blocks(64, 128, num_warps=8, num_stages=3),
-    (128, 2): Blocks(32, 64, num_warps=4, num_stages=3),
-    (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
-    (64, 4): Blocks(32, 32, num_warps=4, num_stages=1),
-    (128, 4): Blocks(32, 32, num_warps=4, num_stages=1),
-    (256, 4): Blocks(16, 32, num_warps=4, num_stages=1),
-}
-
-
-def forward_blocks(head_dim: int, element_size: int) -> Blocks:
-    """Sizes for V1's forward kernel."""
-    return tuned(FORWARD_BLOCKS, head_dim, element_size)
-
-
-def backward_blocks(head_dim: int, element_size: int) -> Blocks:
-    """Sizes for V1's backward kernel, which also holds dO, dK and dV."""
-    return tuned(BACKWARD_BLOCKS, head_dim, element_size)
-
-
 def tuned(table: dict[tuple[int, int], Blocks], head_dim: int, element_size: int) -> Blocks:
-    """A table's entry for this head dim and these bytes of an element."""
+    """The entry of a version's table (``v1/tables.py``, ``v2/tables.py``) for this head dim and
+    these bytes of an element."""
     return table[max(64, padded_head_dim(head_dim)), 2 if element_size <= 2 else 4]
 
 

@@ -16,7 +16,6 @@ from flash_attention.v2.op import flash_attention_v2
 
 try:
     import transformers
-    from transformers import AttentionInterface, AttentionMaskInterface
 except ImportError as error:
     raise ImportError(
         "flash_attention.transformers needs transformers 5.4 or later; it cannot be imported"
@@ -27,6 +26,8 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4)
         f"flash_attention.transformers needs transformers 5.4 or later; got "
         f"{transformers.__version__}"
     )
+
+from transformers import AttentionInterface, AttentionMaskInterface  # an old one has neither
 
 # Arguments with which a model asks for another attention than softmax(scale QK^T)V.
 REFUSED = (
@@ -52,13 +53,17 @@ def mask(
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    device: torch.device | str | None = None,
     **_: object,
 ) -> Tensor | None:
     """A model's mask, as ``AttentionMaskInterface`` asks for it, for :func:`attend`.
 
     attention_mask: bool ``[B, Nk]``, False at padding.
 
-    Returns None where nothing is padding, else bool ``[B, Nk]``.
+    Returns, for a causal mask, None where nothing is padding, else bool ``[B, Nk]``. A mask for
+    both ways is bool ``[B, 1, 1, Nk]``, or ``[1, 1, 1, 1]`` where nothing is padding: a model's
+    attention need not say that it looks both ways, or says that it is causal, and eager goes by the
+    mask.
 
     Raises:
         ValueError: a mask that is neither causal nor of padding alone.
@@ -75,13 +80,16 @@ def mask(
             "fa_v1 and fa_v2 take caches that hold the tokens so far and no more; got "
             f"{kv_length} keys for {q_offset + q_length} tokens (a static cache?)"
         )
-    if attention_mask is None:
-        return None
-    if attention_mask.shape[1] != kv_length:
+    if attention_mask is not None and attention_mask.shape[1] != kv_length:
         raise ValueError(
             f"attention_mask must cover all {kv_length} keys; got {attention_mask.shape[1]}"
         )
-    return None if attention_mask.all() else attention_mask
+    padded = attention_mask is not None and not attention_mask.all()
+    if allow_is_causal_skip:
+        return attention_mask if padded else None
+    if padded:
+        return attention_mask[:, None, None]
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
 
 
 def attend(
@@ -100,18 +108,29 @@ def attend(
     """``function`` (flash_attention_v1 or v2) as ``AttentionInterface`` calls it.
 
     query ``[B, H, Nq, D]``; key, value ``[B, Hkv, Nk, D]``; attention_mask: what :func:`mask` made.
-    Dropout is applied in training only. What padding tokens are given means nothing, as in eager.
+    Where that does not say both ways, is_causal decides, or else ``module.is_causal``. Dropout is
+    applied in training only. What padding tokens are given means nothing, as in eager.
 
     Returns o ``[B, Nq, H, D]`` and None for the weights, which are never formed.
 
     Raises:
-        ValueError: another mask, or an argument of ``REFUSED``.
+        ValueError: another mask, an argument of ``REFUSED``, or nothing that says whether attention
+            is causal.
     """
     for name in REFUSED:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"fa_v1 and fa_v2 do not take {name}; eager attention does")
     _check_window(sliding_window, key.shape[2])
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", None)
+    if attention_mask is not None and _says_both_ways(attention_mask):
+        causal = False
+        kept = attention_mask[:, 0, 0]
+        attention_mask = kept.expand(len(query), -1) if kept.numel() > 1 else None
+    if causal is None:
+        raise ValueError(
+            "fa_v1 and fa_v2 must be told whether attention is causal: by the mask, by is_causal, "
+            f"or by the module's is_causal; {type(module).__name__} has none"
+        )
     options = dict(causal=causal, scale=scaling, dropout_p=dropout if module.training else 0.0)
     if attention_mask is None:
         o = function(query, key, value, **options)
@@ -125,6 +144,11 @@ def attend(
     else:
         o = _one_by_one(function, query, key, value, attention_mask, **options)
     return o.transpose(1, 2).contiguous(), None
+
+
+def _says_both_ways(attention_mask: Tensor) -> bool:
+    """Whether a mask is the same for every row and head."""
+    return attention_mask.dtype == torch.bool and attention_mask.shape[1:-1] == (1, 1)
 
 
 def _one_by_one(

@@ -25,6 +25,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import flash_attention_v1, gpus, tiling
+from flash_attention.v1 import tables
 from scripts.bench_attention import positive, timed_call
 from scripts.show_tiling import find_gpu
 from training.devices import versions
@@ -93,7 +94,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def modelled(head_dim: int, heads: int, n: int, q_splits: str, gpu: gpus.Gpu) -> Row:
-    blocks = tiling.forward_blocks(head_dim, 2)
+    blocks = tiling.tuned(tables.FORWARD, head_dim, 2)
     row_blocks = math.ceil(n / blocks.block_q)
     at_a_time = gpu.processors * blocks.per_processor
     splits = 1 if q_splits == "1" else tiling.num_splits(heads, row_blocks, at_a_time)
@@ -160,7 +161,7 @@ def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
             axis.plot(heads, [scale * r.work for r in line], f"C{i}:", label=f"{splits}, model")
             if line[0].ms:
                 axis.plot(heads, [r.ms for r in line], f"C{i}o-", label=f"q_splits={splits}")
-        for k in (1, tiling.forward_blocks(head_dim, 2).per_processor):
+        for k in (1, tiling.tuned(tables.FORWARD, head_dim, 2).per_processor):
             axis.axvline(k * gpu.processors, color="grey", lw=1)
         axis.set(title=f"D = {head_dim}", xlabel="batch x heads")
         axis.set(ylabel="ms" if rows[0].ms else "row blocks")
@@ -168,7 +169,7 @@ def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
         axis.grid(alpha=0.3)
         axis.legend(fontsize=8)
     title = f"flash_v1 forward, N = {rows[0].seq_len:,}; grey: the {gpu.processors} processors"
-    if any(tiling.forward_blocks(d, 2).per_processor == 2 for d in head_dims):
+    if any(tiling.tuned(tables.FORWARD, d, 2).per_processor == 2 for d in head_dims):
         title += ", and two programs on each"
     figure.suptitle(f"{title}; {gpu.name}", fontsize="medium")
     figure.savefig(path, format="png", dpi=120)

@@ -37,6 +37,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import gpus, io_model, tiling
+from flash_attention.v1 import tables as v1_tables
 from flash_attention.v2 import tables
 from scripts import io_plots, ncu
 from scripts.arguments import positive
@@ -242,8 +243,9 @@ def naive(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
 def flash_v1(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
     """As :func:`naive`, with the blocks and splits that the launcher takes."""
     backward = row.direction == "backward"
-    choose = tiling.backward_blocks if backward else tiling.forward_blocks
-    blocks = choose(case.head_dim, case.shape.element_size).override(case.block_q, case.block_kv)
+    table = v1_tables.BACKWARD if backward else v1_tables.FORWARD
+    blocks = tiling.tuned(table, case.head_dim, case.shape.element_size)
+    blocks = blocks.override(case.block_q, case.block_kv)
     row.block_q, row.block_kv = sizes = blocks.block_q, blocks.block_kv
     row.flops = io_model.flash_flops(case.shape, *sizes, backward)
     if backward:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from flash_attention import launch, tiling
 from flash_attention.tiles import LOG2_E, add_rows, load_rows, locate, store_rows, visible
+from flash_attention.v1 import tables
 
 
 def kept_p_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -151,7 +152,7 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, causal, keep):
         q, k, v = (t.contiguous() for t in (q, k, v))
         batch, heads, n, d = q.shape
-        blocks = tiling.forward_blocks(d, q.element_size())
+        blocks = tiling.tuned(tables.FORWARD, d, q.element_size())
         o = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         m = o.new_full(q.shape[:3], float("-inf"))
         l = torch.zeros_like(m)
@@ -175,7 +176,7 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, m, l, *kept = ctx.saved_tensors
         do = do.contiguous()
         batch, heads, n, d = q.shape
-        blocks = tiling.backward_blocks(d, q.element_size())
+        blocks = tiling.tuned(tables.BACKWARD, d, q.element_size())
         p, then = kept or (q, m)  # not read
         delta = (do.float() * o.float()).sum(-1)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)

@@ -24,6 +24,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import io_model, launch, tiling
+from flash_attention.v1 import tables
 from scripts import bench_attention
 from training.devices import versions
 from training.run_folder import replacing
@@ -128,14 +129,14 @@ def spent(backend: str, shape: io_model.Shape, processors: int) -> tuple[int, in
         flops = io_model.naive_flops(shape) + io_model.naive_flops(shape, backward=True)
         accesses = io_model.naive_forward(shape) + io_model.naive_backward(shape)
         return flops, sum(io_model.traffic(accesses))
-    table = tiling.forward_blocks(shape.head_dim, shape.element_size)
+    table = tiling.tuned(tables.FORWARD, shape.head_dim, shape.element_size)
     splits = tiling.num_splits(
         shape.batch * shape.heads,
         -(-shape.nq // table.block_q),
         processors * table.per_processor,
     )
     forward = table.block_q, table.block_kv
-    table = tiling.backward_blocks(shape.head_dim, shape.element_size)
+    table = tiling.tuned(tables.BACKWARD, shape.head_dim, shape.element_size)
     backward = table.block_q, table.block_kv
     again = io_model.flash_flops(shape, *backward, backward=True) // 5  # one product of the five
     flops = io_model.flash_flops(shape, *forward) + 5 * again

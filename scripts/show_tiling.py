@@ -18,6 +18,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import gpus, tiling
+from flash_attention.v1 import tables
 
 WHY = """\
 Why the tuned sizes differ from the paper's:
@@ -45,10 +46,10 @@ def main(argv: list[str] | None = None) -> int:
     block_q, block_kv = tiling.paper_blocks(elements, d)
     print(f"M = {gpu.shared_memory:,} bytes / {e} = {elements:,} elements, d = {d}")
     print(f"  Bc = ceil(M / 4d) = {block_kv}, Br = min(Bc, d) = {block_q}\n")
-    backward = tiling.backward_blocks(d, e)
+    backward = tiling.tuned(tables.BACKWARD, d, e)
     plans = [
         ("forward, the paper's", tiling.Blocks(block_q, block_kv), tiling.forward_step),
-        ("forward, tuned", tiling.forward_blocks(d, e), tiling.forward_step),
+        ("forward, tuned", tiling.tuned(tables.FORWARD, d, e), tiling.forward_step),
         ("backward, the paper's", tiling.Blocks(block_q, block_kv), tiling.backward_step),
         ("backward, tuned", backward, tiling.backward_step),
     ]

@@ -16,14 +16,13 @@ from flash_attention.delta import delta
 from flash_attention.tiles import (
     LOG2_E,
     add_rows,
-    keep,
+    both_dropped_transposed,
     load_rows,
-    load_segments,
     locate,
     probabilities,
-    row_blocks,
+    rows_seeing,
     store_rows,
-    visible,
+    visible_transposed,
 )
 
 
@@ -62,7 +61,7 @@ def _backward_kernel(
         vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
         dk = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)  # line 9
         dv = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)
-        first, full, full_stop, stop = row_blocks(
+        first, full, full_stop, stop = rows_seeing(
             c0, nq, nk, span_ptr + j * 3, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
         )
         for g in range(0, group):
@@ -111,26 +110,19 @@ def _add_gradients(
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     m = tl.load(m_ptr + rows, mask=inside, other=0.0)
     inv = tl.load(inv_ptr + rows, mask=inside, other=0.0)
-    delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
+    row_delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
 
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # line 11, unscaled
     seen = True
     if MASKED:
-        seen = visible(
-            rows[None, :], cols[:, None], nq, nk,
-            load_segments(segment_ptr, rows, nq, SEGMENTS)[None, :],
-            load_segments(segment_ptr, cols, nk, SEGMENTS)[:, None],
-            CAUSAL, SEGMENTS,
-        )  # fmt: skip
+        seen = visible_transposed(rows, cols, nq, nk, segment_ptr, CAUSAL, SEGMENTS)
     pt = probabilities(st, m[None, :], inv[None, :], seen, scale * LOG2_E, MASKED)  # line 13
     dpt = tl.dot(vj, tl.trans(doi), input_precision=PRECISION, out_dtype=ACC)  # line 17
-    pt_dropped = pt
-    if DROPOUT:  # lines 14, 15, 18
-        kept = tl.trans(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV))
-        pt_dropped = tl.where(kept, pt * keep_scale, 0.0)
-        dpt = tl.where(kept, dpt * keep_scale, 0.0)
+    pt_dropped, dpt = both_dropped_transposed(  # lines 14, 15, 18
+        pt, dpt, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV
+    )
     dv += tl.dot(pt_dropped.to(doi.dtype), doi, input_precision=PRECISION, out_dtype=ACC)  # line 16
-    dst = (pt * (dpt - delta[None, :])).to(qi.dtype)  # line 20
+    dst = (pt * (dpt - row_delta[None, :])).to(qi.dtype)  # line 20
     dk += tl.dot(dst, qi, input_precision=PRECISION, out_dtype=ACC)  # line 22
     dq = tl.dot(tl.trans(dst), kj, input_precision=PRECISION, out_dtype=ACC)  # line 21
     if ATOMIC:
@@ -163,7 +155,7 @@ def backward(
     splits: programs that share the K/V blocks of one head. 1 adds to dQ in a fixed order, so that
     the result repeats bit for bit; more add atomically; None: one program per K/V block.
 
-    Returns dq, dk, dv like q, k, v. Scratch: dq in float32 and D_i ``[B, H, Nq]``;
+    Returns dq, dk, dv like q, k, v. Scratch: dq in float32, D_i and 1 / l ``[B, H, Nq]``;
     with segment_ids, three numbers per K/V block.
     """
     batch, heads, nq, head_dim = q.shape
@@ -171,7 +163,7 @@ def backward(
     acc = m.dtype
     dq = launch.seq_major(q, acc, fill=0.0)
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
-    rows_delta, inv = delta(o, do, l)
+    row_delta, inv = delta(o, do, l)
     shared = dict(
         HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim), ACC=launch.triton_dtype(acc)
     )
@@ -180,7 +172,7 @@ def backward(
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _backward_kernel[(batch * kv_heads * splits,)](
-            q, k, v, do, dq, dk, dv, m, inv, rows_delta,
+            q, k, v, do, dq, dk, dv, m, inv, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),

@@ -14,11 +14,12 @@ from torch import Tensor
 from flash_attention import dropout, launch, segments, tiling
 from flash_attention.tiles import (
     LOG2_E,
-    keep,
+    advance,
+    dropped,
     load_rows,
     load_segments,
     locate,
-    row_blocks,
+    rows_seeing,
     store_rows,
     visible,
 )
@@ -53,7 +54,7 @@ def _forward_kernel(
     for c0 in range(0, nk, BLOCK_KV):  # line 5
         kj = load_rows(k_ptr, stride_kn, stride_kd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)  # line 6
         vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
-        first, full, full_stop, stop = row_blocks(
+        first, full, full_stop, stop = rows_seeing(
             c0, nq, nk, span_ptr + c0 // BLOCK_KV * 3, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
         )
         for part in tl.static_range(0, 3 if SEGMENTS else 2):
@@ -93,6 +94,7 @@ def _update_rows(
 
     scale2 = scale * LOG2_E
     s = tl.dot(qi, tl.trans(kj), input_precision=PRECISION, out_dtype=ACC)  # line 9, unscaled
+    seen = True
     if MASKED:  # line 11
         seen = visible(
             rows[:, None], cols[None, :], nq, nk,
@@ -100,22 +102,11 @@ def _update_rows(
             load_segments(segment_ptr, cols, nk, SEGMENTS)[None, :],
             CAUSAL, SEGMENTS,
         )  # fmt: skip
-        s = tl.where(seen, s * scale2, float("-inf"))
-        m_new = tl.maximum(m_old, tl.max(s, axis=1))
-        # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - shift[:, None])  # line 12
-    else:
-        # The scale is not negative, so it may wait until after the maximum: s * scale2 - m is one
-        # fused multiply-add.
-        m_new = tl.maximum(m_old, tl.max(s, axis=1) * scale2)
-        shift = m_new
-        p = tl.exp2(s * scale2 - shift[:, None])
-    carried = tl.exp2(m_old - shift) * l_old  # what the old sum is worth now
-    l_new = carried + tl.sum(p, axis=1)  # line 13
-    if DROPOUT:  # line 14
-        kept = keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV)
-        p = tl.where(kept, p * keep_scale, 0.0)
+    m_new, l_new, p, factor = advance(m_old, l_old, s, seen, scale2, MASKED)  # lines 12, 13
+    carried = factor * l_old  # what the old sum is worth now
+    p = dropped(  # line 14
+        p, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV
+    )
     inv = 1.0 / tl.where(l_new == 0.0, float("inf"), l_new)  # 0 for a row without keys
     pv = tl.dot(p.to(vj.dtype), vj, input_precision=PRECISION, out_dtype=ACC)
     oi = oi * (carried * inv)[:, None] + pv * inv[:, None]  # line 15

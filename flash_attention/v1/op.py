@@ -4,9 +4,9 @@ from typing import Literal
 
 from torch import Tensor
 
-from flash_attention import launch, operator, tiling
+from flash_attention import launch, operator
 from flash_attention.base import Attention
-from flash_attention.v1 import tiled
+from flash_attention.v1 import tables, tiled
 
 if launch.triton is not None:
     from flash_attention.v1 import backward as triton_backward
@@ -46,7 +46,7 @@ def flash_attention_v1(
         q_splits: programs that share the blocks of one head: 1 is the paper's grid (batch, head);
             "auto" fills the device.
         block_q, block_kv: rows of Q and of K/V in a tile, powers of two from 16 to 256; None
-            takes the table in ``tiling.py``.
+            takes the tables in ``v1/tables.py``.
 
     Returns:
         o ``[B, H, Nq, D]`` in q's dtype (the autocast dtype under autocast), laid out as
@@ -55,7 +55,8 @@ def flash_attention_v1(
         m = -inf, l = 0 and gradients 0.
 
     Memory: q, k, v, o, m, l are kept for backward. Scratch: o in float32 in forward (for half
-    inputs); dq in float32 and one float32 per row in backward.
+    inputs); dq in float32 (for half inputs) and two float32 per row in backward; with segment_ids,
+    three int32 per K/V block.
 
     Autocast casts q, k and v (float64 excepted) and nothing inside; gradients come in the inputs'
     own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward; every
@@ -98,7 +99,7 @@ class FlashAttentionV1(Attention):
     ):
         super().__init__()
         _check_splits(q_splits)
-        operator.check_blocks(block_q, block_kv)
+        operator.check_knobs(deterministic, block_q, block_kv)
         self.knobs = dict(
             deterministic=deterministic, q_splits=q_splits, block_q=block_q, block_kv=block_kv
         )
@@ -110,15 +111,16 @@ class FlashAttentionV1(Attention):
 
 
 def _check_splits(q_splits: int | str) -> None:
-    if q_splits != "auto" and not (isinstance(q_splits, int) and q_splits >= 1):
+    counted = isinstance(q_splits, int) and not isinstance(q_splits, bool) and q_splits >= 1
+    if q_splits != "auto" and not counted:
         raise ValueError(f"q_splits must be 'auto' or an integer of at least 1; got {q_splits!r}")
 
 
 def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
-    return operator.fitting(
+    return operator.run_tuned(
         "v1 forward",
         lambda blocks: triton_forward.forward(q, k, v, splits=splits, blocks=blocks, **options),
-        tiling.forward_blocks(q.shape[3], q.element_size()),
+        tables.FORWARD,
         q,
         block_q,
         block_kv,
@@ -127,12 +129,12 @@ def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
 
 def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
     splits = 1 if deterministic else splits
-    return operator.fitting(
+    return operator.run_tuned(
         "v1 backward",
         lambda blocks: triton_backward.backward(
             do, q, k, v, o, m, l, splits=splits, blocks=blocks, **options
         ),
-        tiling.backward_blocks(q.shape[3], q.element_size()),
+        tables.BACKWARD,
         q,
         block_q,
         block_kv,

@@ -5,9 +5,9 @@ keys. What a program computes stays in its registers until it is stored, once, i
 dtype. S and P are computed again from q, k, m and l, by each of the two.
 
 The paper has one kernel, whose programs add to a dQ that they share. Its five matrix products are
-seven in two kernels, which an H200 nonetheless runs as fast or faster at nearly every length: no
-atomic additions, no dQ in float32 to be zeroed, added to and rounded; and the gradients repeat bit
-for bit.
+seven in two kernels. An H200 nonetheless runs these faster at D = 128 at every length measured; at
+D = 64 as fast up to 4k, and about a tenth slower at 16k than adding to dQ in place
+(results/flash_v2_tuning.md). There is no dQ in float32, and the gradients repeat bit for bit.
 
 The first kernel computes the tiles transposed (S^T = K Q^T), so that P^T and dS^T are the left
 operands of dV += P^T dO and dK += dS^T Q as they come out of the registers; the second one does
@@ -21,16 +21,18 @@ from torch import Tensor
 from flash_attention import dropout, launch, segments, tiling
 from flash_attention.tiles import (
     LOG2_E,
-    keep,
-    key_blocks,
+    both_dropped_transposed,
+    dropped,
+    keys_seen,
     load_rows,
     load_segments,
     place,
     probabilities,
     read_rows,
-    row_blocks,
+    rows_seeing,
     store_rows,
     visible,
+    visible_transposed,
 )
 
 
@@ -68,7 +70,7 @@ def _dk_dv_kernel(
     vj = load_rows(v_ptr, stride_vn, stride_vd, c0, nk, BLOCK_KV, HEAD_DIM, BLOCK_D)
     dk = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)
     dv = tl.zeros((BLOCK_KV, BLOCK_D), dtype=ACC)
-    first, full, full_stop, stop = row_blocks(
+    first, full, full_stop, stop = rows_seeing(
         c0, nq, nk, span_ptr, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
     )
     for g in range(0, group):
@@ -119,23 +121,16 @@ def _add_to_dk_dv(
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # unscaled
     seen = True
     if MASKED:
-        seen = visible(
-            rows[None, :], cols[:, None], nq, nk,
-            load_segments(segment_ptr, rows, nq, SEGMENTS)[None, :],
-            load_segments(segment_ptr, cols, nk, SEGMENTS)[:, None],
-            CAUSAL, SEGMENTS,
-        )  # fmt: skip
+        seen = visible_transposed(rows, cols, nq, nk, segment_ptr, CAUSAL, SEGMENTS)
     pt = probabilities(st, m[None, :], inv[None, :], seen, scale * LOG2_E, MASKED)
     doi = read_rows(
         do_src, b, h, r0, nq, stride_gb, stride_gh, stride_gn, stride_gd,
         BLOCK_Q, HEAD_DIM, BLOCK_D, DESCRIPTORS,
     )  # fmt: skip
     dpt = tl.dot(vj, tl.trans(doi), input_precision=PRECISION, out_dtype=ACC)
-    pt_dropped = pt
-    if DROPOUT:
-        kept = tl.trans(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV))
-        pt_dropped = tl.where(kept, pt * keep_scale, 0.0)
-        dpt = tl.where(kept, dpt * keep_scale, 0.0)
+    pt_dropped, dpt = both_dropped_transposed(
+        pt, dpt, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV
+    )
     dv = tl.dot(pt_dropped.to(doi.dtype), doi, dv, input_precision=PRECISION, out_dtype=ACC)
     row_delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
     dst = (pt * (dpt - row_delta[None, :])).to(qi.dtype)
@@ -178,7 +173,7 @@ def _dq_kernel(
     row_delta = tl.load(delta_ptr + head * nq + rows, mask=rows < nq, other=0.0)
     row_segments = load_segments(segment_ptr, rows, nq, SEGMENTS)
     dq = tl.zeros((BLOCK_Q, BLOCK_D), dtype=ACC)
-    first, full, full_stop, stop = key_blocks(
+    first, full, full_stop, stop = keys_seen(
         r0, nq, nk, span_ptr, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
     )
     for part in tl.static_range(0 if SEGMENTS else 1, 3):
@@ -228,9 +223,7 @@ def _add_to_dq(
         )  # fmt: skip
     p = probabilities(s, m[:, None], inv[:, None], seen, scale * LOG2_E, MASKED)
     dp = tl.dot(doi, tl.trans(vj), input_precision=PRECISION, out_dtype=ACC)
-    if DROPOUT:
-        kept = keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV)
-        dp = tl.where(kept, dp * keep_scale, 0.0)
+    dp = dropped(dp, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV)
     ds = (p * (dp - row_delta[:, None])).to(kj.dtype)
     return tl.dot(ds, kj, dq, input_precision=PRECISION, out_dtype=ACC)
 

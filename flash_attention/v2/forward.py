@@ -14,8 +14,9 @@ from torch import Tensor
 from flash_attention import dropout, launch, segments, tiling
 from flash_attention.tiles import (
     LOG2_E,
-    keep,
-    key_blocks,
+    advance,
+    dropped,
+    keys_seen,
     load_rows,
     load_segments,
     place,
@@ -58,7 +59,7 @@ def _forward_kernel(
     o = tl.zeros((BLOCK_Q, BLOCK_D), dtype=ACC)
     m = tl.full((BLOCK_Q,), float("-inf"), dtype=ACC)
     l = tl.zeros((BLOCK_Q,), dtype=ACC)
-    first, full, full_stop, stop = key_blocks(
+    first, full, full_stop, stop = keys_seen(
         r0, nq, nk, span_ptr, BLOCK_Q, BLOCK_KV, CAUSAL, SEGMENTS
     )
     # Two loops, so that the longer one carries no mask; with segments a third one before them.
@@ -100,27 +101,15 @@ def _take_in(
     )  # fmt: skip
     scale2 = scale * LOG2_E
     s = tl.dot(qi, tl.trans(kj), input_precision=PRECISION, out_dtype=ACC)  # unscaled
+    seen = True
     if MASKED:
         rows, cols = r0 + tl.arange(0, BLOCK_Q), c0 + tl.arange(0, BLOCK_KV)
         seen = visible(
             rows[:, None], cols[None, :], nq, nk, row_segments[:, None],
             load_segments(segment_ptr, cols, nk, SEGMENTS)[None, :], CAUSAL, SEGMENTS,
         )  # fmt: skip
-        s = tl.where(seen, s * scale2, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, axis=1))
-        # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - shift[:, None])
-    else:
-        # The scale is not negative, so it may wait until after the maximum: s * scale2 - m is one
-        # fused multiply-add.
-        m_new = tl.maximum(m, tl.max(s, axis=1) * scale2)
-        shift = m_new
-        p = tl.exp2(s * scale2 - shift[:, None])
-    carried = tl.exp2(m - shift)  # what the old sums are worth now
-    l = l * carried + tl.sum(p, axis=1)
-    if DROPOUT:
-        p = tl.where(keep(seed, threshold, head, r0, c0, BLOCK_Q, BLOCK_KV), p * keep_scale, 0.0)
+    m, l, p, carried = advance(m, l, s, seen, scale2, MASKED)
+    p = dropped(p, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV)
     vj = read_rows(
         v_src, b, hk, c0, nk, stride_vb, stride_vh, stride_vn, stride_vd,
         BLOCK_KV, HEAD_DIM, BLOCK_D, DESCRIPTORS,
@@ -128,7 +117,7 @@ def _take_in(
     o = tl.dot(
         p.to(vj.dtype), vj, acc=o * carried[:, None], input_precision=PRECISION, out_dtype=ACC
     )
-    return o, m_new, l
+    return o, m, l
 
 
 def forward(

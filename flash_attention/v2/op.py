@@ -1,10 +1,8 @@
 """FlashAttention V2 for users: the function, its module, and how its kernels are launched."""
 
-from collections.abc import Callable
-
 from torch import Tensor
 
-from flash_attention import launch, operator, tiling
+from flash_attention import launch, operator
 from flash_attention.base import Attention
 from flash_attention.v2 import tables, tiled
 
@@ -36,8 +34,10 @@ def flash_attention_v2(
 
         deterministic: changes nothing, as gradients always repeat bit for bit.
         q_splits: not taken, as every Q block is a program.
+        block_q, block_kv: of all three kernels; None takes each one's table in ``v2/tables.py``.
 
-    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward.
+    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward; with
+    segment_ids, three int32 per block.
     """
     return _attention(
         q,
@@ -66,7 +66,7 @@ class FlashAttentionV2(Attention):
         block_kv: int | None = None,
     ):
         super().__init__()
-        operator.check_blocks(block_q, block_kv)
+        operator.check_knobs(deterministic, block_q, block_kv)
         self.knobs = dict(deterministic=deterministic, block_q=block_q, block_kv=block_kv)
 
     def forward(self, q, k, v, *, causal=True, dropout_p=0.0, segment_ids=None):
@@ -76,7 +76,7 @@ class FlashAttentionV2(Attention):
 
 
 def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
-    return _fitting(
+    return operator.run_tuned(
         "v2 forward",
         lambda blocks: triton_forward.forward(q, k, v, blocks=blocks, **options),
         tables.FORWARD,
@@ -86,10 +86,11 @@ def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
     )
 
 
+# Each kernel has blocks of its own, made smaller by themselves where they do not fit.
 def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
     row_delta, inv = delta(o, do, l)
     given = (do, q, k, v, m, inv, row_delta)
-    dk, dv = _fitting(
+    dk, dv = operator.run_tuned(
         "v2 dk dv",
         lambda blocks: triton_backward.dk_dv(*given, blocks=blocks, **options),
         tables.DK_DV,
@@ -97,7 +98,7 @@ def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv,
         block_q,
         block_kv,
     )
-    dq = _fitting(
+    dq = operator.run_tuned(
         "v2 dq",
         lambda blocks: triton_backward.dq(*given, blocks=blocks, **options),
         tables.DQ,
@@ -106,12 +107,6 @@ def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv,
         block_kv,
     )
     return dq, dk, dv
-
-
-def _fitting(kernel: str, run: Callable, table: dict, q: Tensor, *sizes: int | None):
-    """Each kernel has blocks of its own, made smaller by themselves where they do not fit."""
-    blocks = tiling.tuned(table, q.shape[3], q.element_size())
-    return operator.fitting(kernel, run, blocks, q, *sizes)
 
 
 _attention = operator.build("v2", tiled, _forward, _backward)

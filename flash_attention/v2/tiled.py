@@ -60,15 +60,10 @@ def forward(
             vj = v[:, :, None, c0:c1].to(acc)
             mask = mask_of(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
             s = scores(qi, kj, scale * LOG2_E, mask)
-            m_new = torch.maximum(m, s.amax(dim=-1))
-            shift = softmax.finite(m_new)
-            p = torch.exp2(s - shift[..., None])
-            carried = torch.exp2(m - shift)  # what the old sums are worth now
-            l = l * carried + p.sum(dim=-1)
+            m, l, p, carried = softmax.advance(m, l, s, torch.exp2)
             if dropout_p > 0.0:
                 p = p * keep_of(seed, dropout_p, heads, grouped, r0, r1, c0, c1, acc)
             o = o * carried[..., None] + p @ vj
-            m = m_new
         out[..., r0:r1, :] = o * softmax.inverse(l)[..., None]
         all_m[..., r0:r1], all_l[..., r0:r1] = m, l
     return result, all_m.flatten(1, 2), all_l.flatten(1, 2)

@@ -69,6 +69,7 @@ def test_a_wrong_type_is_named(attention, arguments, message):
     [
         ({"block_q": 100}, "block_q must be 16, 32, 64, 128 or 256; got 100"),
         ({"block_kv": 512}, "block_kv must be"),
+        ({"block_q": 16.0}, "block_q must be 16, 32, 64, 128 or 256; got 16.0"),
     ],
 )
 def test_a_bad_block_size_is_named(flash, knobs, message):
@@ -78,7 +79,15 @@ def test_a_bad_block_size_is_named(flash, knobs, message):
         flash.module(**knobs)
 
 
-@pytest.mark.parametrize("q_splits", [0, "many"])
+def test_a_flag_that_is_neither_true_nor_false_is_named(flash):
+    for name in ("causal", "deterministic"):
+        with pytest.raises(TypeError, match=f"{name} must be True or False; got 'yes'"):
+            flash(**tensors(), **{name: "yes"})
+    with pytest.raises(TypeError, match="deterministic must be True or False; got None"):
+        flash.module(deterministic=None)
+
+
+@pytest.mark.parametrize("q_splits", [0, "many", True])
 def test_a_bad_split_is_named(q_splits):
     with pytest.raises(ValueError, match="q_splits must be"):
         flash_attention_v1(**tensors(), q_splits=q_splits)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from flash_attention import naive_attention, tiling
+from flash_attention.v1 import tables
 from tests.flash_attention.parity import assert_within_bound, make_inputs, results, upcast
 
 triton = pytest.importorskip("triton")
@@ -77,12 +78,12 @@ def test_every_configuration_of_v1_s_tables_matches_naive(head_dim, dtype, segme
     options = dict(case.options, splits=None)
     size, tried = q.element_size(), 0
     saved = None
-    for blocks in chain(tiling.forward_blocks(head_dim, size)):
+    for blocks in chain(tiling.tuned(tables.FORWARD, head_dim, size)):
         done = fits(lambda blocks: forward.forward(q, k, v, blocks=blocks, **options), blocks)
         if done is not None:
             saved, tried = done, tried + 1
             case.check(o=done[0])
-    for blocks in chain(tiling.backward_blocks(head_dim, size)):
+    for blocks in chain(tiling.tuned(tables.BACKWARD, head_dim, size)):
         grads = fits(
             lambda blocks: backward.backward(do, q, k, v, *saved, blocks=blocks, **options), blocks
         )
@@ -110,7 +111,8 @@ def try_all(entry: tiling.Blocks, run, check) -> None:
 @every_case
 def test_every_configuration_of_v2_s_tables_matches_naive(head_dim, dtype, segmented):
     from flash_attention.delta import delta
-    from flash_attention.v2 import backward, forward, tables
+    from flash_attention.v2 import backward, forward
+    from flash_attention.v2 import tables as v2_tables
 
     case = Case(head_dim, dtype, segmented)
     q, k, v, do = case.q, case.k, case.v, case.do
@@ -121,7 +123,7 @@ def test_every_configuration_of_v2_s_tables_matches_naive(head_dim, dtype, segme
         case.check(o=result[0])
 
     try_all(
-        tiling.tuned(tables.FORWARD, head_dim, size),
+        tiling.tuned(v2_tables.FORWARD, head_dim, size),
         lambda blocks: forward.forward(q, k, v, blocks=blocks, **case.options),
         check_forward,
     )
@@ -129,12 +131,12 @@ def test_every_configuration_of_v2_s_tables_matches_naive(head_dim, dtype, segme
     row_delta, inv = delta(o, do, l)
     given = (do, q, k, v, m, inv, row_delta)
     try_all(
-        tiling.tuned(tables.DK_DV, head_dim, size),
+        tiling.tuned(v2_tables.DK_DV, head_dim, size),
         lambda blocks: backward.dk_dv(*given, blocks=blocks, **case.options),
         lambda result: case.check(dk=result[0], dv=result[1]),
     )
     try_all(
-        tiling.tuned(tables.DQ, head_dim, size),
+        tiling.tuned(v2_tables.DQ, head_dim, size),
         lambda blocks: backward.dq(*given, blocks=blocks, **case.options),
         lambda result: case.check(dq=result),
     )

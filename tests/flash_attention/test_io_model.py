@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from flash_attention import flash_attention_v2, gpus, masks, naive_attention, tiling
 from flash_attention import io_model as io
 from flash_attention.io_model import Shape
+from flash_attention.v1 import tables
 from tests.flash_attention.parity import make_inputs
 
 CPU = torch.device("cpu")
@@ -178,7 +179,7 @@ def test_the_forward_model_is_what_an_h200_moved_between_its_processors_and_l2(
     heads, head_dim, counters
 ):
     shape = Shape(1, heads, 16_384, 16_384, head_dim, causal=True)
-    blocks = tiling.forward_blocks(head_dim, 2)
+    blocks = tiling.tuned(tables.FORWARD, head_dim, 2)
     said = io.flash_forward(shape, blocks.block_q, blocks.block_kv, splits=8)
     read, written = io.traffic(said, "_forward_kernel")
     assert read == pytest.approx(SECTOR * counters["read"], rel=2e-3)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from flash_attention import gpus, tiling
+from flash_attention.v1 import tables
 
 
 @pytest.mark.parametrize(
@@ -88,8 +89,8 @@ def test_the_paper_s_blocks_fill_m_without_the_scores(elements, head_dim):
 def test_the_tuned_blocks_hold_what_an_h200_has_room_for(head_dim, element_size):
     h200 = gpus.known("h200")
     for blocks, step in (
-        (tiling.forward_blocks(head_dim, element_size), tiling.forward_step),
-        (tiling.backward_blocks(head_dim, element_size), tiling.backward_step),
+        (tiling.tuned(tables.FORWARD, head_dim, element_size), tiling.forward_step),
+        (tiling.tuned(tables.BACKWARD, head_dim, element_size), tiling.backward_step),
     ):
         items = step(blocks.block_q, blocks.block_kv, head_dim, element_size)
         assert blocks.per_processor * tiling.held(items, "shared") <= h200.shared_memory

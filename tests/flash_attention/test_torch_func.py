@@ -122,6 +122,32 @@ def test_batched_cotangents_equal_one_backward_each(attend, where):
         assert_close(tuple(g[i] for g in got), want)
 
 
+@pytest.mark.v2_interpreted
+@pytest.mark.parametrize("batch", [1, 2])
+def test_what_the_slices_share_is_read_for_each_of_them(flash, device, batch):
+    """m and l of one forward for three cotangents, segment ids for three q: one batch entry, folded
+    into the batch, is a view of stride 0."""
+    n = 20
+    generator = torch.Generator().manual_seed(0)
+    qs, dos = torch.randn(2, 3, batch, 2, n, 16, generator=generator).to(device)
+    k, v = torch.randn(2, batch, 2, n, 16, generator=generator).to(device)
+    segments = (torch.arange(n, device=device) // 7).expand(batch, n)
+
+    def pulled(attention, upcast):
+        q, key, value, cotangents = (upcast(t) for t in (qs[0], k, v, dos))
+        _, pull = vjp(lambda *qkv: attention(*qkv, causal=True), q, key, value)
+        return vmap(pull)(cotangents)
+
+    got = pulled(flash, lambda t: t)
+    want = pulled(naive_attention, Tensor.double)
+    for name, a, b in zip("qkv", got, want, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-5, msg=f"d{name}")
+
+    got = vmap(lambda q: flash(q, k, v, segment_ids=segments))(qs)
+    want = [naive_attention(q, k.double(), v.double(), segment_ids=segments) for q in qs.double()]
+    torch.testing.assert_close(got.double(), torch.stack(want), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("where", DEVICES)
 def test_the_module_works_under_functional_call(flash, where):
     q = make(where)

@@ -2,13 +2,15 @@
 
 import importlib
 import sys
+import types
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 pytest.importorskip("transformers", "5.4")
+
+import transformers
 
 from flash_attention import naive_attention
 from flash_attention.transformers import attend, mask
@@ -60,12 +62,28 @@ BART = dict(
     max_position_embeddings=64,
     dropout=0.0,
 )
+SPLINTER = BERT | dict(type_vocab_size=2)
+VISION = dict(
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    patch_size=4,
+    crop_size=16,
+    feature_layer=-1,
+)
 KINDS = {
     "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, LLAMA),
     "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, GPT2),
     "bert": (transformers.BertForMaskedLM, transformers.BertConfig, BERT),
     "bart": (transformers.BartForConditionalGeneration, transformers.BartConfig, BART),
     "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, LLAMA),
+    "splinter": (transformers.SplinterModel, transformers.SplinterConfig, SPLINTER),
+    "vision": (
+        transformers.Phi4MultimodalVisionModel,
+        transformers.Phi4MultimodalVisionConfig,
+        VISION,
+    ),
 }
 NAMES = ["fa_v1", "fa_v2"]
 N = 12
@@ -158,6 +176,41 @@ def test_a_model_told_to_look_both_ways_does(name):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", ["splinter", "vision"])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_mask_for_both_ways_counts_and_not_what_a_module_says(name, kind, padded):
+    """Splinter's attention does not say that it looks both ways; that of Phi-4's images says that
+    it is causal. Eager goes by the mask."""
+    kept = torch.ones(2, 16, dtype=torch.bool)
+    kept[0, 11:] = not padded
+    if kind == "splinter":
+        inputs = dict(input_ids=tokens(n=16), attention_mask=kept.long())
+    else:
+        pixels = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(0))
+        inputs = dict(pixel_values=pixels, patch_attention_mask=kept.view(2, 4, 4))
+    got, want = (build(kind, n).eval()(**inputs).last_hidden_state for n in (name, "eager"))
+    torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=1e-5)
+
+
+def test_attention_that_nobody_calls_causal_or_not_is_refused():
+    q = torch.zeros(2, 2, 8, 8)
+    padding = torch.ones(2, 8, dtype=torch.bool)
+    for function in _functions():
+        for given in (None, padding):
+            with pytest.raises(ValueError, match=r"told whether attention is causal.*; Identity"):
+                attend(function, nn.Identity(), q, q, q, given)
+
+
+def test_one_mask_for_all_of_a_batch_is_of_all_of_it():
+    q, k, v = torch.randn(3, 3, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    kept = torch.arange(9) < 5
+    for function in _functions():
+        o, _ = attend(function, nn.Module(), q, k, v, kept[None, None, None])
+        want = naive_attention(q, k[:, :, :5], v[:, :, :5])
+        torch.testing.assert_close(o, want.transpose(1, 2))
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_attention_dropout_works_in_training_and_rests_in_evaluation(name):
     model, ids = build("llama", name, attention_dropout=0.5), tokens()
@@ -180,7 +233,7 @@ def test_dropout_has_the_probability_that_the_model_asks_for(training):
 def test_scaling_reaches_the_kernel():
     q, k, v = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     for function in _functions():
-        o, weights = attend(function, nn.Module(), q, k, v, None, scaling=0.7)
+        o, weights = attend(function, nn.Module(), q, k, v, None, scaling=0.7, is_causal=True)
         want = naive_attention(q, k, v, causal=True, scale=0.7)
         torch.testing.assert_close(o, want.transpose(1, 2))
         assert weights is None
@@ -257,13 +310,14 @@ def test_what_changes_the_weights_is_refused(argument, value):
 
 
 @pytest.mark.parametrize(
-    ("installed", "got"), [(None, "it cannot be imported"), ("5.3.0", "got 5.3.0")]
+    ("installed", "got"),
+    [(None, "it cannot be imported"), ("5.3.0", "got 5.3.0"), ("4.40.2", "got 4.40.2")],
 )
 def test_without_a_transformers_that_fits_one_sentence_says_so(installed, got, monkeypatch):
-    if installed is None:
-        monkeypatch.setitem(sys.modules, "transformers", None)
-    else:
-        monkeypatch.setattr(sys.modules["transformers"], "__version__", installed)
+    """4.40 has none of what is imported from it."""
+    old = types.ModuleType("transformers")
+    old.__version__ = installed
+    monkeypatch.setitem(sys.modules, "transformers", installed and old)
     monkeypatch.delitem(sys.modules, "flash_attention.transformers")
     with pytest.raises(ImportError, match=f"needs transformers 5.4 or later; {got}"):
         importlib.import_module("flash_attention.transformers")

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from flash_attention import io_model, naive_attention, tiling
+from flash_attention.v1 import tables
 from scripts import recompute_cost
 from tests.flash_attention.parity import make_inputs, results, upcast
 
@@ -33,8 +34,8 @@ def test_both_forms_are_attention_with_its_gradients(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("Triton compiles here; it interprets where there is no GPU")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    monkeypatch.setattr(tiling, "forward_blocks", lambda *_: tiling.Blocks(16, 32))
-    monkeypatch.setattr(tiling, "backward_blocks", lambda *_: tiling.Blocks(16, 16))
+    monkeypatch.setitem(tables.FORWARD, (64, 4), tiling.Blocks(16, 32))
+    monkeypatch.setitem(tables.BACKWARD, (64, 4), tiling.Blocks(16, 16))
     compare_with_naive(torch.device("cpu"), torch.float32, n=40, head_dim=16)
 
 
