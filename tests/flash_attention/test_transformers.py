@@ -5,10 +5,9 @@ import sys
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
-pytest.importorskip("transformers", "5.4")
+transformers = pytest.importorskip("transformers", "5.4")
 
 from flash_attention import naive_attention
 from flash_attention.transformers import attend, mask
