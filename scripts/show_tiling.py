@@ -22,9 +22,11 @@ from flash_attention import gpus, tiling
 WHY = """\
 Why the tuned sizes differ from the paper's:
  - Two memories, not one. The paper's M holds K, V, Q and O. Here the matrix unit leaves S and O in
-   registers, a second memory as large as the first, and S (Br x Bc) is the largest item of all.
-   The paper leaves it out: with Br = d it would be as large as each of the four.
- - Powers of two, and Br of at least 64 rows to fill the matrix unit of a Hopper GPU.
+   registers, a second memory as large as the first, and S (Br x Bc) needs room: in forward with d
+   of 64 or 128 and 16 bits it is the largest item of all. The paper leaves it out: with Br = d it
+   is as large as K_j or V_j, in their precision.
+ - Powers of two, and in forward with 16 bits Br of at least 64 rows, to fill the matrix unit of a
+   Hopper GPU.
  - In forward, O passes through HBM once per K/V block: Bc is as large as the registers allow.
  - In backward a program holds dK and dV too: smaller blocks, or nothing is left for P and dP.
  - Room is also time: half the room lets a second program run while the first waits (programs on a
