@@ -96,7 +96,7 @@ def modelled(head_dim: int, heads: int, n: int, q_splits: str, gpu: gpus.Gpu) ->
     blocks = tiling.forward_blocks(head_dim, 2)
     row_blocks = math.ceil(n / blocks.block_q)
     at_a_time = gpu.processors * blocks.per_processor
-    splits = 1 if q_splits == "1" else tiling.num_splits(heads, row_blocks, at_a_time)
+    splits = 1 if q_splits == "1" else tiling.forward_splits(heads, n, blocks, gpu.processors)
     programs = heads * splits
     waves = math.ceil(programs / at_a_time)
     return Row(head_dim, n, heads, q_splits, programs, waves, waves * row_blocks / splits)

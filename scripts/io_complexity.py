@@ -248,9 +248,8 @@ def flash_v1(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
     row.flops = io_model.flash_flops(case.shape, *sizes, backward)
     if backward:
         return io_model.flash_backward(case.shape, *sizes, splits=-(-case.seq_len // sizes[1]))
-    row_blocks = -(-case.seq_len // blocks.block_q)
-    at_a_time = gpu.processors * blocks.per_processor
-    splits = tiling.num_splits(case.batch * case.heads, row_blocks, at_a_time)
+    batch_heads = case.batch * case.heads
+    splits = tiling.forward_splits(batch_heads, case.seq_len, blocks, gpu.processors)
     return io_model.flash_forward(case.shape, *sizes, splits)
 
 

@@ -129,11 +129,7 @@ def spent(backend: str, shape: io_model.Shape, processors: int) -> tuple[int, in
         accesses = io_model.naive_forward(shape) + io_model.naive_backward(shape)
         return flops, sum(io_model.traffic(accesses))
     table = tiling.forward_blocks(shape.head_dim, shape.element_size)
-    splits = tiling.num_splits(
-        shape.batch * shape.heads,
-        -(-shape.nq // table.block_q),
-        processors * table.per_processor,
-    )
+    splits = tiling.forward_splits(shape.batch * shape.heads, shape.nq, table, processors)
     forward = table.block_q, table.block_kv
     table = tiling.backward_blocks(shape.head_dim, shape.element_size)
     backward = table.block_q, table.block_kv
