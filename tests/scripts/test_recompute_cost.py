@@ -1,11 +1,12 @@
 """What recompute costs: the two forms of one kernel, and the count of what each spends."""
 
 import csv
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from flash_attention import io_model, naive_attention, tiling
+from flash_attention import io_model, launch, naive_attention, tiling
 from scripts import recompute_cost
 from tests.flash_attention.parity import make_inputs, results, upcast
 
@@ -36,6 +37,30 @@ def test_both_forms_are_attention_with_its_gradients(monkeypatch):
     monkeypatch.setattr(tiling, "forward_blocks", lambda *_: tiling.Blocks(16, 32))
     monkeypatch.setattr(tiling, "backward_blocks", lambda *_: tiling.Blocks(16, 16))
     compare_with_naive(torch.device("cpu"), torch.float32, n=40, head_dim=16)
+
+
+def test_both_forms_are_launched_on_the_device_of_the_tensors(monkeypatch):
+    pytest.importorskip("triton")
+    from scripts import kept_probabilities as kp
+
+    current, launched_on = [], []
+
+    @contextmanager
+    def on_device(t):
+        current.append(t.device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **__: launched_on.append(list(current))
+
+    monkeypatch.setattr(launch, "on_device", on_device)
+    monkeypatch.setattr(kp, "_kept_forward", Kernel())
+    monkeypatch.setattr(kp, "_kept_backward", Kernel())
+    q, k, v, do = make_inputs(1, 1, 1, 32, 32, 16, torch.float32, torch.device("cpu"))
+    torch.autograd.grad(kp.kept_p_attention(q, k, v, False), (q, k, v), do)
+    assert launched_on == [[q.device]] * 2
 
 
 @pytest.mark.gpu
