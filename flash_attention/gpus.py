@@ -37,9 +37,9 @@ KNOWN = {
     "h200": Gpu("H200", 132, 227 * KIB, 256 * KIB, 60 * MIB, 4800e9, 989.4e12),
 }
 
-# The driver's names, without NVIDIA, Tesla and GeForce, of the GPUs whose rates these are. Others of
-# the same model are slower, or faster: PCIe and NVL cards, laptops, slices of a GPU (MIG), Ti and D,
-# an A100 of 40 GB.
+# The driver's names, without NVIDIA, Tesla and GeForce, of the GPUs whose rates these are. Others
+# that are called alike have others: PCIe and NVL cards, an A100 of 40 GB, laptops' GPUs, a Ti or a
+# D, slices of a GPU (MIG).
 DRIVER_NAMES = {
     "T4": "t4",
     "V100-SXM2-16GB": "v100",

@@ -145,7 +145,7 @@ def naive_forward(shape: Shape) -> list[Access]:
 
 
 def naive_backward(shape: Shape) -> list[Access]:
-    """What autograd runs for ``naive.py``, counted like :func:`naive_forward`, whose errors it has."""
+    """What autograd runs for ``naive.py``, counted and refused like :func:`naive_forward`."""
     _check_no_copies(shape)
     s, wide = shape.scores * shape.element_size, shape.scores * SUM
     steps = [

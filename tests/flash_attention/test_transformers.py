@@ -7,7 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-transformers = pytest.importorskip("transformers", "5.4")
+pytest.importorskip("transformers", "5.4")
+
+import transformers
 
 from flash_attention import naive_attention
 from flash_attention.transformers import attend, mask
