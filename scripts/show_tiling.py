@@ -11,13 +11,14 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import gpus, tiling
+from scripts import gpu_option
+from scripts.arguments import kernel_head_dim
 
 WHY = """\
 Why the tuned sizes differ from the paper's:
@@ -67,29 +68,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", metavar="GPU", help=f"{', '.join(gpus.KNOWN)}; default: the one that is here")
-    add("--head-dim", type=int, default=64, metavar="D", help="1 to 256 (default: %(default)s)")
+    add("--head-dim", type=kernel_head_dim, default=64, metavar="D", help="default: %(default)s")
     add("--element-size", type=int, default=2, choices=(2, 4), help="bytes (default: %(default)s)")
     args = parser.parse_args(argv)
-    if not 1 <= args.head_dim <= 256:
-        parser.error(f"--head-dim={args.head_dim}: give 1 to 256")
     try:
-        args.gpu = find_gpu(args.device)
+        args.gpu = gpu_option.find(args.device)
     except ValueError as error:
         parser.error(f"--device: {error}")
     return args
-
-
-def find_gpu(name: str | None) -> gpus.Gpu:
-    """The table's GPU of that name; None: the one that is here.
-
-    Raises:
-        ValueError: the name is not in the table, or no GPU is here to be asked.
-    """
-    if name is not None:
-        return gpus.known(name)
-    if not torch.cuda.is_available():
-        raise ValueError(f"there is no CUDA GPU here; give one of {', '.join(gpus.KNOWN)}")
-    return gpus.query(torch.device("cuda"))
 
 
 def budget(title: str, blocks: tiling.Blocks, items: list[tiling.Item], gpu: gpus.Gpu) -> Table:

@@ -78,7 +78,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(trials, tmp_path, capsys)
     ("arguments", "said"),
     [
         (["seq_len=32,-1"], "seq_len=-1"),
-        (["seq_len=32", "--limit=nan"], "--limit=nan is not accepted"),
+        (["seq_len=32", "--limit=nan"], "--limit: 'nan' is not accepted"),
         (["attention=nothing"], "attention=nothing"),
     ],
 )
@@ -90,13 +90,6 @@ def test_a_bad_setting_is_refused_before_anything_is_measured(
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
-
-
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    trials, tmp_path, capsys
-):
-    assert measure_memory.main(["seq_len=160", f"--out={tmp_path}"]) == 1
-    assert f"--out={tmp_path} cannot be written" in capsys.readouterr().err
 
 
 def test_a_cpu_is_refused(tmp_path, capsys):
