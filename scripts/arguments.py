@@ -64,7 +64,12 @@ def check_out(out: Path, *files: Path) -> None:
         try:
             check_replacing(file)
         except OSError as error:
-            fail(f"--out={out} cannot be written ({error.strerror}: {file}); give another path")
+            fail(unwritable(out, error, file))
+
+
+def unwritable(out: Path, error: OSError, file: Path) -> str:
+    """One sentence for an --out that the system refuses."""
+    return f"--out={out} cannot be written ({error.strerror}: {file}); give another path"
 
 
 def _number(text: str, kind: type, accepts: Callable[[Any], bool], accepted: str) -> Any:

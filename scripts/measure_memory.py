@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 from omegaconf import DictConfig, OmegaConf
 
 from scripts import csv_file
-from scripts.arguments import check_out, file_name, positive_number
+from scripts.arguments import check_out, file_name, positive_number, unwritable
 from training.cli import one_sentence
 from training.compose import combinations, composed
 from training.console import console
@@ -75,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
                 console.print(
                     f"{len(rows)}/{len(points)}  {row['overrides']}  {row['status']}  {said}"
                 )
+    except OSError as error:  # a disk that has become full
+        print(f"error: {unwritable(args.out, error, args.out)}", file=sys.stderr)
+        return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"stopped; {len(rows)} of {len(points)} points are in {args.out}", file=sys.stderr)
         return EXIT_INTERRUPTED

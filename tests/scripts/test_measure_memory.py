@@ -1,6 +1,7 @@
 """Peaks measured point by point: what is written when, and what a failure becomes."""
 
 import csv
+import errno
 from dataclasses import replace
 
 import pytest
@@ -90,6 +91,20 @@ def test_a_bad_setting_is_refused_before_anything_is_measured(
     assert stop.value.code == 2
     assert said in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_becomes_full_is_one_sentence(trials, tmp_path, monkeypatch, capsys):
+    write, out = measure_memory.write, tmp_path / "memory.csv"
+
+    def full(rows, path):
+        if rows:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(rows, path)
+
+    monkeypatch.setattr(measure_memory, "write", full)
+    assert measure_memory.main(["seq_len=32", f"--out={out}"]) == 1
+    said = f"error: --out={out} cannot be written (No space left on device: {out}); give another"
+    assert said in capsys.readouterr().err
 
 
 def test_a_cpu_is_refused(tmp_path, capsys):
