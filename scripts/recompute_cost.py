@@ -215,9 +215,11 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
     axes = figure.subplots(1, len(panels))
     lengths = sorted({row.seq_len for row in rows})
     for axis, (key, label) in zip(axes, panels.items(), strict=True):
-        for name in dict.fromkeys(row.backend for row in rows):
+        for i, name in enumerate(BACKENDS):
             line = [r for r in rows if r.backend == name and getattr(r, key) is not None]
-            axis.plot([r.seq_len for r in line], [getattr(r, key) for r in line], "o-", label=name)
+            values = [getattr(r, key) for r in line]
+            size = 11 - 2 * i  # the model of two may be the same: the later one lies on the other
+            axis.plot([r.seq_len for r in line], values, "o-", markersize=size, label=name)
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axis.set(yscale="log", xlabel="N", ylabel=label)
