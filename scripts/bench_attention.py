@@ -89,7 +89,7 @@ def main(argv: list[str] | None = None) -> int:
         rows += bench_shape(backends, head_dim, n, causal, args, device)
         if args.out:  # after every shape: a crash loses none of those before it
             write(rows, args.out, device)
-    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+    Console(width=None if sys.stdout.isatty() else 150).print(table(rows))
     print(f"{device_name(device)}, torch {torch.__version__}; TFLOP/s: causal halves the FLOPs,")
     print("backward counts 2.5 forwards. Peak: of forward + backward, inputs left out.")
     return int(any(row.status == "wrong" for row in rows))
