@@ -41,6 +41,7 @@ from scripts.arguments import (
     present_device,
 )
 from scripts.attention_peers import peers
+from training.errors import fail
 from training.memory import is_out_of_memory
 from training.run_folder import replacing
 from training.throughput import device_name
@@ -126,8 +127,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def available(args: argparse.Namespace) -> dict[str, Callable]:
-    """Name -> f(q, k, v, causal) -> o. Raises SystemExit for a name that is not here."""
-
+    """Name -> f(q, k, v, causal) -> o; a name that is not here ends the program with a sentence."""
     found: dict[str, Callable] = {"naive": partial(_call, naive_attention)}
     for splits in args.q_splits:
         name = "flash_v1" if splits == "auto" else f"flash_v1_q{splits}"
@@ -136,7 +136,7 @@ def available(args: argparse.Namespace) -> dict[str, Callable]:
     found |= peers(torch.device(args.device))
     for name in args.backends or ():
         if name not in found:
-            raise SystemExit(f"--backends: {name} is not here; give some of {', '.join(found)}")
+            fail(f"--backends: {name} is not here; give some of {', '.join(found)}")
     return {name: f for name, f in found.items() if not args.backends or name in args.backends}
 
 

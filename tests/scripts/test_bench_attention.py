@@ -59,6 +59,16 @@ def test_a_bad_argument_is_refused(bad, capsys):
     assert bad[0] in capsys.readouterr().err
 
 
+def test_a_backend_that_is_not_here_is_refused_beside_those_that_are(capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench_attention.main([*SMALL, "--backends", "naive", "sdpa_flash"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "error: --backends: sdpa_flash is not here; give some of naive, flash_v1, flash_v2, sdpa\n"
+    )
+
+
 def test_each_number_of_splits_is_a_backend_of_its_own():
     args = bench_attention.parse([*SMALL, "--q-splits", "auto", "1", "3"])
     found = bench_attention.available(args)
