@@ -5,6 +5,7 @@ sheets: matrix products of bfloat16 (float16 where there is none) summed in floa
 structured sparsity.
 """
 
+import re
 from dataclasses import dataclass, replace
 
 import torch
@@ -36,6 +37,21 @@ KNOWN = {
     "h200": Gpu("H200", 132, 227 * KIB, 256 * KIB, 60 * MIB, 4800e9, 989.4e12),
 }
 
+# The driver's names, without NVIDIA, Tesla and GeForce, of the GPUs whose rates these are. Others
+# that are called alike have others: PCIe and NVL cards, an A100 of 40 GB, laptops' GPUs, a Ti or a
+# D, slices of a GPU (MIG).
+DRIVER_NAMES = {
+    "T4": "t4",
+    "V100-SXM2-16GB": "v100",
+    "V100-SXM2-32GB": "v100",
+    "A100-SXM4-80GB": "a100",
+    "RTX 3090": "rtx3090",
+    "RTX 4090": "rtx4090",
+    "L4": "l4",
+    "H100 80GB HBM3": "h100",
+    "H200": "h200",
+}
+
 
 def known(name: str) -> Gpu:
     """The table's entry.
@@ -50,14 +66,13 @@ def known(name: str) -> Gpu:
 
 def query(device: torch.device) -> Gpu:
     """The GPU that PyTorch sees. Capacities are the driver's; rates, which it does not tell, are
-    those of the table's GPU of the same model.
+    those of the table's GPU of that very name.
 
     Raises:
-        ValueError: the model is not in the table, so its rates are unknown.
+        ValueError: the name is not in the table, so its rates are unknown.
     """
     properties = torch.cuda.get_device_properties(device)
-    words = properties.name.lower().replace("rtx ", "rtx").replace("-", " ").split()
-    model = next((word for word in words if word in KNOWN), None)
+    model = DRIVER_NAMES.get(re.sub(r"\b(NVIDIA|Tesla|GeForce) ", "", properties.name))
     if model is None:
         raise ValueError(
             f"the rates of {properties.name} are not in the table; give one of {', '.join(KNOWN)}"

@@ -118,9 +118,13 @@ def standard_backward(shape: Shape) -> list[Access]:
 def naive_forward(shape: Shape) -> list[Access]:
     """The operations of ``naive.py`` as PyTorch runs them: each reads its operands and writes its
     result once. Beside the paper's three there are the scale, the mask, and the softmax in float32,
-    to and from which bfloat16 is converted by operations of their own. Heads of K and V are not
-    shared.
+    to and from which bfloat16 is converted by operations of their own.
+
+    Raises:
+        ValueError: query heads share K/V heads, which ``naive.py`` copies: the copies are not
+            counted.
     """
+    _check_no_copies(shape)
     s, wide = shape.scores * shape.element_size, shape.scores * SUM
     steps = [
         Access("S = Q K^T", "Q, K", shape.q + shape.k, 0),
@@ -141,7 +145,8 @@ def naive_forward(shape: Shape) -> list[Access]:
 
 
 def naive_backward(shape: Shape) -> list[Access]:
-    """What autograd runs for ``naive.py``, counted like :func:`naive_forward`."""
+    """What autograd runs for ``naive.py``, counted and refused like :func:`naive_forward`."""
+    _check_no_copies(shape)
     s, wide = shape.scores * shape.element_size, shape.scores * SUM
     steps = [
         Access("dV = P^T dO", "P, dO", s + shape.q, 0),
@@ -164,6 +169,14 @@ def naive_backward(shape: Shape) -> list[Access]:
         Access("dK = dS^T Q", "dS, Q", s + shape.q, 0),
         Access("dK = dS^T Q", "dK", 0, shape.k),
     ]
+
+
+def _check_no_copies(shape: Shape) -> None:
+    if shape.kv_heads not in (None, shape.heads):
+        raise ValueError(
+            f"kv_heads={shape.kv_heads} with heads={shape.heads} is not counted for naive "
+            "attention; give as many as heads, or None"
+        )
 
 
 def _mask(shape: Shape) -> Access:

@@ -118,6 +118,13 @@ def tuned(table: dict[tuple[int, int], Blocks], head_dim: int, element_size: int
     return table[max(64, padded_head_dim(head_dim)), 2 if element_size <= 2 else 4]
 
 
+def forward_splits(batch_heads: int, nq: int, blocks: Blocks, processors: int) -> int:
+    """How many programs share the rows of one (batch, head) in V1's forward, by :func:`num_splits`,
+    on a device of so many processors."""
+    row_blocks = math.ceil(nq / blocks.block_q)
+    return num_splits(batch_heads, row_blocks, processors * blocks.per_processor)
+
+
 def num_splits(programs: int, blocks: int, processors: int) -> int:
     """How many programs share the inner loop of one (batch, head).
 

@@ -10,13 +10,12 @@ causal, a backward 2.5 times as many, whatever a backend really spends.
 """
 
 import argparse
-import csv
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,10 +30,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from flash_attention import flash_attention_v1, flash_attention_v2, naive_attention
-from scripts.arguments import positive
+from flash_attention import flash_attention_v1, flash_attention_v2, launch, naive_attention
+from scripts import csv_file
+from scripts.arguments import (
+    beside,
+    check_out,
+    file_name,
+    kernel_head_dim,
+    positive,
+    present_device,
+)
 from scripts.attention_peers import peers
-from training.devices import versions
+from training.errors import fail
+from training.memory import is_out_of_memory
 from training.run_folder import replacing
 from training.throughput import device_name
 
@@ -60,8 +68,10 @@ class Row:
     forward_tflops: float | None = None
     backward_tflops: float | None = None
     total_tflops: float | None = None
-    forward_vs_naive: float | None = None  # how many times as fast, forward
+    forward_vs_naive: float | None = None  # how many times as fast as naive, forward
     total_vs_naive: float | None = None  # and forward + backward
+    forward_vs_sdpa_flash: float | None = None  # and as PyTorch's FlashAttention-2
+    backward_vs_sdpa_flash: float | None = None
     peak_mib: float | None = None
 
 
@@ -79,8 +89,8 @@ def main(argv: list[str] | None = None) -> int:
     for head_dim, n, causal in track(shapes, "timing", console=Console(stderr=True)):
         rows += bench_shape(backends, head_dim, n, causal, args, device)
         if args.out:  # after every shape: a crash loses none of those before it
-            write(rows, Path(args.out), device)
-    Console(width=None if sys.stdout.isatty() else 140).print(table(rows))
+            write(rows, args.out, device)
+    Console(width=None if sys.stdout.isatty() else 150).print(table(rows))
     print(f"{device_name(device)}, torch {torch.__version__}; TFLOP/s: causal halves the FLOPs,")
     print("backward counts 2.5 forwards. Peak: of forward + backward, inputs left out.")
     return int(any(row.status == "wrong" for row in rows))
@@ -93,31 +103,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     cuda = torch.cuda.is_available()
     add = parser.add_argument
     add("--backends", nargs="+", metavar="NAME", help="default: all that import and run here")
-    add("--head-dims", nargs="+", type=positive, default=[64, 128], metavar="D")
+    add("--head-dims", nargs="+", type=kernel_head_dim, default=[64, 128], metavar="D")
     add("--seq-lens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192, 16384])
     add("--tokens", type=positive, default=16384, help="batch x seq_len (default: 16384)")
     add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
     add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
     add("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
-    add("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
+    default = "cuda" if cuda else "cpu"
+    add("--device", type=present_device, default=default, help="default: %(default)s")
     add("--rounds", type=positive, default=20, help="timings of each backend (default: 20)")
     splits = ["auto", "1"] if cuda else ["auto"]  # the PyTorch tiles have one program
     add("--q-splits", nargs="+", default=splits, metavar="S", help="of flash_v1: auto, 1, 2, ...")
-    add("--out", metavar="PATH", help="write PATH.csv and PATH.png")
+    add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
     args.causal = [True, False] if args.causal is None else [args.causal]
     try:
         args.q_splits = [s if s == "auto" else positive(s) for s in args.q_splits]
-    except ValueError:
-        parser.error(f"--q-splits: {args.q_splits} must each be auto or an integer of at least 1")
-    if args.device.startswith("cuda") and not cuda:
-        parser.error(f"--device={args.device}, but there is no CUDA GPU here; give --device=cpu")
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--q-splits: {error}, or auto")
+    if args.out:
+        check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".png"))
     return args
 
 
 def available(args: argparse.Namespace) -> dict[str, Callable]:
-    """Name -> f(q, k, v, causal) -> o. Raises SystemExit for a name that is not here."""
-
+    """Name -> f(q, k, v, causal) -> o; a name that is not here ends the program with a sentence."""
     found: dict[str, Callable] = {"naive": partial(_call, naive_attention)}
     for splits in args.q_splits:
         name = "flash_v1" if splits == "auto" else f"flash_v1_q{splits}"
@@ -126,7 +136,7 @@ def available(args: argparse.Namespace) -> dict[str, Callable]:
     found |= peers(torch.device(args.device))
     for name in args.backends or ():
         if name not in found:
-            raise SystemExit(f"--backends: {name} is not here; give some of {', '.join(found)}")
+            fail(f"--backends: {name} is not here; give some of {', '.join(found)}")
     return {name: f for name, f in found.items() if not args.backends or name in args.backends}
 
 
@@ -143,45 +153,66 @@ def bench_shape(
     device: torch.device,
 ) -> list[Row]:
     """All backends at one shape, each checked, then timed in turns."""
-    batch, heads = max(1, args.tokens // n), max(1, args.width // head_dim)
-    generator = torch.Generator(device).manual_seed(0)
-    q, k, v, do = (
-        torch.randn(
-            batch, heads, n, head_dim, dtype=DTYPES[args.dtype], device=device, generator=generator
-        )
-        for _ in range(4)
-    )
-    for t in (q, k, v):
-        t.requires_grad_()
-    rows, timed = [], []
-    for name, attention in backends.items():
-        row = Row(name, head_dim, n, causal, batch, heads, args.dtype)
-        rows.append(row)
-        try:
-            row.status = "ok" if is_right(attention, q, k, v, causal) else "wrong"
-            row.peak_mib = peak_mib(attention, q, k, v, do, causal)
-        except torch.OutOfMemoryError:
-            row.status = "out of memory"
-        except Exception as error:  # a peer that does not take this shape or device
-            row.status = f"refused: {type(error).__name__}"
-        if row.status == "ok":
-            timed.append((row, attention))
-    interleave(timed, (q, k, v, do), causal, args.rounds)
+    batch, heads = batch_and_heads(args, head_dim, n)
+    rows = [Row(name, head_dim, n, causal, batch, heads, args.dtype) for name in backends]
+    pairs = list(zip(rows, backends.values(), strict=True))
+    try:
+        tensors = inputs(rows[0], device)
+        cold_bytes = L2_BYTES if device.type == "cuda" else 0
+        cold = torch.empty(cold_bytes, dtype=torch.int8, device=device)
+    except RuntimeError as error:
+        for row in rows:
+            row.status = failure(error)
+        return rows
+    with launch.on_device(cold):  # the timing's events, too, are of the current device
+        for row, attention in pairs:
+            try:
+                row.status = "ok" if is_right(attention, *tensors[:3], causal) else "wrong"
+                row.peak_mib = peak_mib(attention, *tensors, causal)
+            except Exception as error:
+                row.status = failure(error)
+        interleave(pairs, tensors, cold, args.rounds)
     flops = 4 * batch * heads * n * n * head_dim * (0.5 if causal else 1.0)
-    timed = [row for row, _ in timed if row.status == "ok"]
+    timed = [row for row in rows if row.status == "ok"]
     for row in timed:
         row.forward_tflops = flops / row.forward_ms / 1e9
         row.backward_tflops = 2.5 * flops / row.backward_ms / 1e9
         row.total_tflops = 3.5 * flops / (row.forward_ms + row.backward_ms) / 1e9
-    compare_with_naive(timed)
+    compare(timed)
     return rows
 
 
-def compare_with_naive(rows: list[Row]) -> None:
-    naive = next((row for row in rows if row.backend == "naive"), None)
-    for row in rows if naive else ():
-        row.forward_vs_naive = row.forward_tflops / naive.forward_tflops
-        row.total_vs_naive = row.total_tflops / naive.total_tflops
+def batch_and_heads(args: argparse.Namespace, head_dim: int, n: int) -> tuple[int, int]:
+    return max(1, args.tokens // n), max(1, args.width // head_dim)
+
+
+def inputs(row: Row, device: torch.device) -> tuple[Tensor, ...]:
+    """q, k, v, which require gradients, and dO of the row's shape."""
+    shape = row.batch, row.heads, row.seq_len, row.head_dim
+    generator = torch.Generator(device).manual_seed(0)
+    made = [
+        torch.randn(shape, dtype=DTYPES[row.dtype], device=device, generator=generator)
+        for _ in range(4)
+    ]
+    return tuple(t.requires_grad_(i < 3) for i, t in enumerate(made))
+
+
+def failure(error: Exception) -> str:
+    """The status of a backend that raised this: a peer may not take the shape or the device."""
+    return "out of memory" if is_out_of_memory(error) else f"refused: {type(error).__name__}"
+
+
+def compare(rows: list[Row]) -> None:
+    """Fill in how many times as fast the rows of one shape are as those two, where they ran."""
+    by_name = {row.backend: row for row in rows}
+    naive, flash = by_name.get("naive"), by_name.get("sdpa_flash")
+    for row in rows:
+        if naive:
+            row.forward_vs_naive = row.forward_tflops / naive.forward_tflops
+            row.total_vs_naive = row.total_tflops / naive.total_tflops
+        if flash:
+            row.forward_vs_sdpa_flash = row.forward_tflops / flash.forward_tflops
+            row.backward_vs_sdpa_flash = row.backward_tflops / flash.backward_tflops
 
 
 def is_right(attention: Callable, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
@@ -210,34 +241,35 @@ def peak_mib(attention: Callable, q, k, v, do, causal: bool) -> float | None:
 
 
 def interleave(
-    timed: list[tuple[Row, Callable]], tensors: tuple[Tensor, ...], causal: bool, rounds: int
+    backends: list[tuple[Row, Callable]], tensors: tuple[Tensor, ...], cold: Tensor, rounds: int
 ) -> None:
-    """Fill in the median milliseconds of each backend's forward and backward.
+    """Fill in the median milliseconds of forward and backward of each backend that is ok so far.
 
     In each round every backend runs once, and only its own graph is alive; the first warms up. A
-    backend that runs out of memory is left out from there on.
+    backend that fails, as one short of memory does, is left out from there on. cold: what is
+    written before each timing.
     """
     q, k, v, do = tensors
-    cold = torch.empty(L2_BYTES if q.is_cuda else 0, dtype=torch.int8, device=q.device)
-    times: dict[str, list[tuple[float, float]]] = {row.backend: [] for row, _ in timed}
+    times: dict[str, list[tuple[float, float]]] = {row.backend: [] for row, _ in backends}
     for r in range(rounds + 1):
-        for row, attention in timed:
+        for row, attention in backends:
             if row.status != "ok":
                 continue
             try:
                 cold.zero_()
-                forward_ms, o = timed_call(lambda f=attention: f(q, k, v, causal), q.device)
+                call = partial(attention, q, k, v, row.causal)
+                forward_ms, o = timed_call(call, q.device)
                 cold.zero_()
                 backward_ms, _ = timed_call(
                     lambda o=o: torch.autograd.grad(o, (q, k, v), do), q.device
                 )
-            except torch.OutOfMemoryError:
-                row.status = "out of memory"
+            except Exception as error:
+                row.status = failure(error)
             else:
                 if r:
                     times[row.backend].append((forward_ms, backward_ms))
             o = None
-    for row, _ in timed:
+    for row, _ in backends:
         if row.status == "ok":
             pairs = zip(*times[row.backend], strict=True)
             row.forward_ms, row.backward_ms = map(statistics.median, pairs)
@@ -258,8 +290,9 @@ def timed_call(step: Callable, device: torch.device) -> tuple[float, object]:
 
 
 def table(rows: list[Row]) -> Table:
-    out = Table(title="TFLOP/s, and times as fast as naive", title_justify="left")
-    columns = "head dim,N,causal,backend,forward,backward,both,forward x,both x,peak MiB"
+    out = Table(title="TFLOP/s, and how many times as fast as others", title_justify="left")
+    columns = "head dim,N,causal,backend,forward,backward,both"
+    columns += ",forward / naive,both / naive,forward / sdpa_flash,backward / sdpa_flash,peak MiB"
     for name in columns.split(","):
         out.add_column(name, justify="left" if name == "backend" else "right")
     for row in rows:
@@ -269,6 +302,8 @@ def table(rows: list[Row]) -> Table:
             row.total_tflops,
             row.forward_vs_naive,
             row.total_vs_naive,
+            row.forward_vs_sdpa_flash,
+            row.backward_vs_sdpa_flash,
             row.peak_mib,
         )
         shown = ["" if x is None else f"{x:.3g}" if x < 10 else f"{x:,.0f}" for x in numbers]
@@ -279,18 +314,11 @@ def table(rows: list[Row]) -> Table:
     return out
 
 
-def write(rows: list[Row], path: Path, device: torch.device) -> None:
-    """PATH.csv and PATH.png, each under a temporary name first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"device": device_name(device), **{p: versions()[p] for p in ("torch", "triton")}}
-    with (
-        replacing(path.with_suffix(".csv")) as partial,
-        open(partial, "w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
-        writer.writeheader()
-        writer.writerows(asdict(row) | about for row in rows)
-    with replacing(path.with_suffix(".png")) as partial:
+def write(rows: list[Row], out: Path, device: torch.device) -> None:
+    """OUT.csv and OUT.png, each under a temporary name first."""
+    about = {"device": device_name(device), **csv_file.software()}
+    csv_file.write(beside(out, ".csv"), rows, about)
+    with replacing(beside(out, ".png")) as partial:
         plot(rows, partial, device_name(device))
 
 

@@ -18,20 +18,18 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from scripts import csv_file
+from scripts.arguments import beside, check_out, file_name
 from scripts.compare_runs import find_runs
-from training.cli import explain, fail
+from training.cli import one_sentence
 from training.compose import composed
-from training.errors import ConfigError
 from training.predict import predict_peak, with_changes
 from training.report import read_rows
 from training.run_folder import replacing
 from training.units import GIB
 
-COLUMNS = ("run", "measured_gib", "predicted_gib", "ratio")
 GROUPS = ("attention", "model", "loss", "tokenizer")
 KEYS = ("seq_len", "precision", "micro_batch_tokens", "compile")
 
@@ -42,20 +40,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("sources", nargs="+", type=Path, metavar="SOURCE")
     parser.add_argument(
-        "--out", type=Path, default=Path("prediction"), help="files to write (default: prediction)"
+        "--out",
+        type=file_name,
+        default="prediction",
+        metavar="OUT",
+        help="write OUT.csv and OUT.md (default: prediction)",
     )
     args = parser.parse_args(argv)
-    rows = []
     for source in args.sources:
         if not source.exists():
             parser.error(f"SOURCE={source} does not exist; give a run, a sweep or a CSV file")
-        try:
+    check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".md"))
+    rows = []
+    for source in args.sources:
+        with one_sentence(OSError, ValueError, about=f"SOURCE={source}: "):
             for name, cfg, measured in of_table(source) if source.is_file() else of_runs(source):
                 rows.append(compared(name, predict_peak(cfg).peak_bytes, measured))
                 print(*rows[-1].values(), sep="  ")
-        except (ConfigError, HydraException, OmegaConfBaseException, OSError, ValueError) as error:
-            what = explain(error) if isinstance(error, HydraException) else str(error)
-            fail(f"SOURCE={source}: {what}")
     ratios = [float(row["ratio"]) for row in rows if row["ratio"]]
     if not ratios:
         parser.error("no SOURCE holds a peak that was measured on a GPU")
@@ -109,20 +110,13 @@ def _overrides(row: dict[str, str]) -> list[str]:
 
 def write(rows: list[dict[str, str]], out: Path) -> None:
     """The table as OUT.csv and OUT.md."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with (
-        replacing(out.with_name(f"{out.name}.csv")) as partial,
-        open(partial, "w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
+    csv_file.write(beside(out, ".csv"), rows)
     lines = [
         "| run | measured (GiB) | predicted (GiB) | predicted / measured |",
         "|---|---|---|---|",
     ]
     lines += [f"| {' | '.join(row.values())} |" for row in rows]
-    with replacing(out.with_name(f"{out.name}.md")) as partial:
+    with replacing(beside(out, ".md")) as partial:
         partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

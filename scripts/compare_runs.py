@@ -12,7 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from training.comparison import print_report, write_report
+from scripts.arguments import check_out
+from training.comparison import TABLES, print_report, write_report
+from training.plots import PLOTS
 from training.report import SUMMARY, read_rows
 
 
@@ -31,14 +33,12 @@ def main(argv: list[str] | None = None) -> int:
         if not found:
             parser.error(f"DIR={folder} has no {SUMMARY} in or below it; give a run or a sweep")
         runs += [run for run in found if run not in runs]
+    check_out(args.out, *(args.out / name for name in [*TABLES, *PLOTS]))
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
         rows = read_rows(runs)
-        write_report(rows, args.out)
     except json.JSONDecodeError as error:
         parser.error(f"DIR holds a {SUMMARY} that is not JSON: {error}")
-    except OSError as error:
-        parser.error(f"--out={args.out} cannot be written ({error.strerror}); give another folder")
+    write_report(rows, args.out)
     print_report(rows, args.out)
     return 0
 

@@ -19,11 +19,13 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
+from scripts.arguments import beside, check_out, file_name
 from training.figures import plot_positions, plot_recall
 from training.positions import NAME as POSITIONS
 from training.report import read_rows
 from training.summary import NAME as SUMMARY
 
+FIGURES = ("recall", "positions")
 Row = dict[str, Any]
 
 
@@ -41,7 +43,6 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 1
     console = Console(width=None if sys.stdout.isatty() else 120)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     if recall:
         console.print(recall_table(recall))
         plot_recall(recall, drawn(args.out, "recall"))
@@ -58,8 +59,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="of a run or a sweep")
     parser.add_argument(
         "--out",
-        type=Path,
-        default=Path("context_gain"),
+        type=file_name,
+        default="context_gain",
         metavar="PATH",
         help="default: %(default)s",
     )
@@ -67,6 +68,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for folder in args.folders:
         if not folder.is_dir():
             parser.error(f"{folder} is no folder; give the folder of a run or a sweep")
+    check_out(args.out, *(beside(args.out, f"_{what}.png") for what in FIGURES))
     return args
 
 
@@ -88,7 +90,7 @@ def named(rows: list[Row]) -> dict[str, list[Row]]:
 
 
 def drawn(out: Path, what: str) -> Path:
-    path = out.with_name(f"{out.name}_{what}.png")
+    path = beside(out, f"_{what}.png")
     print(f"drawn in {path}", flush=True)
     return path
 

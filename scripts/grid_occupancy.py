@@ -10,11 +10,10 @@ times the rows of a program; it is scaled to the first point measured with q_spl
 """
 
 import argparse
-import csv
 import math
 import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,9 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import flash_attention_v1, gpus, tiling
 from flash_attention.v1 import tables
-from scripts.bench_attention import positive, timed_call
-from scripts.show_tiling import find_gpu
-from training.devices import versions
+from scripts import csv_file, gpu_option
+from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.bench_attention import timed_call
 from training.run_folder import replacing
 
 HEADS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 132, 136, 160, 192, 224, 256, 264, 272, 320, 396, 528]
@@ -61,9 +60,10 @@ def main(argv: list[str] | None = None) -> int:
                 row.tflops = 4 * heads * row.seq_len**2 * head_dim / row.ms / 1e9
         rows += these
         if args.out:
-            write(rows, Path(f"{args.out}.csv"), args.gpu)
+            about = {"gpu": args.gpu.name, **csv_file.software()}
+            csv_file.write(beside(args.out, ".csv"), rows, about)
     if args.out:
-        with replacing(Path(f"{args.out}.png")) as partial:
+        with replacing(beside(args.out, ".png")) as partial:
             plot(rows, partial, args.gpu)
     Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
     print(f"{args.gpu.name}: {args.gpu.processors} processors")
@@ -74,22 +74,17 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cuda = torch.cuda.is_available()
+    gpu_option.add(parser)
     add = parser.add_argument
-    add("--gpu", metavar="GPU", help="of the model; default: the one that is here")
-    add("--measure", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
-    add("--head-dims", nargs="+", type=positive, default=[64, 128], metavar="D")
+    add("--head-dims", nargs="+", type=kernel_head_dim, default=[64, 128], metavar="D")
     add("--heads", nargs="+", type=positive, default=HEADS, help="batch x heads")
     add("--seq-len", type=positive, default=2048, metavar="N")
     add("--rounds", type=positive, default=10, help="timings of each (default: 10)")
-    add("--out", metavar="PATH", help="write PATH.csv and PATH.png")
+    add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
-    if args.measure and not cuda:
-        parser.error("--measure, but there is no CUDA GPU here; leave it out")
-    try:
-        args.gpu = find_gpu(args.gpu or (None if cuda else "h200"))
-    except ValueError as error:
-        parser.error(f"--gpu: {error}")
+    gpu_option.check(parser, args)
+    if args.out:
+        check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".png"))
     return args
 
 
@@ -97,7 +92,7 @@ def modelled(head_dim: int, heads: int, n: int, q_splits: str, gpu: gpus.Gpu) ->
     blocks = tiling.tuned(tables.FORWARD, head_dim, 2)
     row_blocks = math.ceil(n / blocks.block_q)
     at_a_time = gpu.processors * blocks.per_processor
-    splits = 1 if q_splits == "1" else tiling.num_splits(heads, row_blocks, at_a_time)
+    splits = 1 if q_splits == "1" else tiling.forward_splits(heads, n, blocks, gpu.processors)
     programs = heads * splits
     waves = math.ceil(programs / at_a_time)
     return Row(head_dim, n, heads, q_splits, programs, waves, waves * row_blocks / splits)
@@ -128,18 +123,6 @@ def table(rows: list[Row]) -> Table:
             f"{row.work:.1f}", *measured,
         )  # fmt: skip
     return out
-
-
-def write(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"gpu": gpu.name, **{p: versions()[p] for p in ("torch", "triton")}}
-    with (
-        replacing(path) as partial,
-        open(partial, "w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
-        writer.writeheader()
-        writer.writerows(asdict(row) | about for row in rows)
 
 
 def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:

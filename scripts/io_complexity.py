@@ -21,7 +21,6 @@ not counted.
 """
 
 import argparse
-import csv
 import json
 import statistics
 import sys
@@ -39,10 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 from flash_attention import gpus, io_model, tiling
 from flash_attention.v1 import tables as v1_tables
 from flash_attention.v2 import tables
-from scripts import io_plots, ncu
-from scripts.arguments import positive
-from scripts.show_tiling import find_gpu
-from training.devices import versions
+from scripts import csv_file, gpu_option, io_plots, ncu
+from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
 from training.run_folder import replacing
 
 PARTS = ("lengths", "blocks", "l2")
@@ -129,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
         measure(todo, rows, args)
     save(rows, args)
     if args.out:
-        with replacing(Path(f"{args.out}_{args.part}.png")) as partial:
+        with replacing(beside(args.out, f"_{args.part}.png")) as partial:
             io_plots.PLOTS[args.part](rows, args.gpu, partial)
     console.print(table(rows, args.part))
     print(f"{args.gpu.name}; bytes in 10^9; L2 {args.gpu.l2 / gpus.MIB:.0f} MiB")
@@ -141,30 +138,29 @@ def main(argv: list[str] | None = None) -> int:
 
 def save(rows: list[Row], args: argparse.Namespace) -> None:
     if args.out:
-        write(rows, Path(f"{args.out}_{args.part}.csv"), args.gpu)
+        about = {"gpu": args.gpu.name, **csv_file.software()}
+        csv_file.write(beside(args.out, f"_{args.part}.csv"), rows, about)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cuda = torch.cuda.is_available()
     add = parser.add_argument
     add("part", choices=PARTS)
-    add("--gpu", metavar="GPU", help="of the model; default: the one that is here")
-    add("--measure", action=argparse.BooleanOptionalAction, default=cuda, help="default: on a GPU")
-    add("--attentions", nargs="+", choices=ATTENTIONS, metavar="NAME", help="default: all")
-    add("--head-dim", type=positive, default=64, metavar="D")
+    gpu_option.add(parser)
+    others = ", ".join(ATTENTIONS[1:])
+    default = f"default: all, {', '.join(ATTENTIONS)}; blocks, l2: {others}, and no others"
+    add("--attentions", nargs="+", choices=ATTENTIONS, metavar="NAME", help=default)
+    add("--head-dim", type=kernel_head_dim, default=64, metavar="D")
     add("--heads", nargs="+", type=positive, help="lengths, blocks: one; l2: several")
     add("--seq-lens", nargs="+", type=positive, metavar="N", help="lengths: several; else one")
     add("--block-sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256], metavar="ROWS")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
     add("--rounds", type=positive, default=10, help="timings of each case (default: 10)")
     add("--cache-control", choices=("all", "none"), default="all", help="ncu's, before a kernel")
-    add("--out", metavar="PATH", help="write PATH_<part>.csv and PATH_<part>.png")
+    add("--out", type=file_name, metavar="PATH", help="write PATH_<part>.csv and PATH_<part>.png")
     args = parser.parse_args(argv)
-    if args.measure and not cuda:
-        parser.error("--measure, but there is no CUDA GPU here; leave it out")
     if bad := set(args.block_sizes) - set(tiling.BLOCK_SIZES):
         parser.error(f"--block-sizes: {min(bad)}; give some of {tiling.BLOCK_SIZES}")
     heads = {"lengths": [32], "blocks": [32], "l2": [4, 8, 16, 32, 64, 128, 256]}
@@ -172,18 +168,22 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     known = ATTENTIONS if args.part == "lengths" else ATTENTIONS[1:]
     args.attentions = args.attentions or known
     if not set(args.attentions) <= set(known):
-        parser.error(f"--attentions: {args.part} takes {', '.join(known)}")
+        given = " ".join(args.attentions)
+        parser.error(f"--attentions: {args.part} takes {', '.join(known)}; got {given}")
     args.heads = args.heads or heads[args.part]
     args.seq_lens = args.seq_lens or lengths[args.part]
     if args.part != "l2" and len(args.heads) > 1:
-        parser.error(f"--heads: {args.part} takes one number")
+        parser.error(f"--heads: {args.part} takes one number; got {_listed(args.heads)}")
     if args.part != "lengths" and len(args.seq_lens) > 1:
-        parser.error(f"--seq-lens: {args.part} takes one length")
-    try:
-        args.gpu = find_gpu(args.gpu or (None if cuda else "h200"))
-    except ValueError as error:
-        parser.error(f"--gpu: {error}")
+        parser.error(f"--seq-lens: {args.part} takes one length; got {_listed(args.seq_lens)}")
+    gpu_option.check(parser, args)
+    if args.out:
+        check_out(args.out, *(beside(args.out, f"_{args.part}{end}") for end in (".csv", ".png")))
     return args
+
+
+def _listed(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
@@ -250,9 +250,8 @@ def flash_v1(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
     row.flops = io_model.flash_flops(case.shape, *sizes, backward)
     if backward:
         return io_model.flash_backward(case.shape, *sizes, splits=-(-case.seq_len // sizes[1]))
-    row_blocks = -(-case.seq_len // blocks.block_q)
-    at_a_time = gpu.processors * blocks.per_processor
-    splits = tiling.num_splits(case.batch * case.heads, row_blocks, at_a_time)
+    batch_heads = case.batch * case.heads
+    splits = tiling.forward_splits(batch_heads, case.seq_len, blocks, gpu.processors)
     return io_model.flash_forward(case.shape, *sizes, splits)
 
 
@@ -428,18 +427,6 @@ def table(rows: list[Row], part: str) -> Table:
 
 def _giga(count: float | None) -> str | None:
     return None if count is None else f"{count / 1e9:.3f}"
-
-
-def write(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"gpu": gpu.name, **{p: versions()[p] for p in ("torch", "triton")}}
-    with (
-        replacing(path) as partial,
-        open(partial, "w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
-        writer.writeheader()
-        writer.writerows(asdict(row) | about for row in rows)
 
 
 if __name__ == "__main__":

@@ -159,13 +159,13 @@ class _Attention(torch.autograd.Function):
         # Tiles above a causal diagonal stay unwritten and unread, but those it crosses are whole.
         p = q.new_empty((batch, heads, n, n) if keep else 1)
         then = o.new_empty((batch, heads, triton.cdiv(n, blocks.block_kv), n) if keep else 1)
-        at_a_time = launch.num_processors(q.device) * blocks.per_processor
-        row_blocks = triton.cdiv(n, blocks.block_q)
-        splits = tiling.num_splits(batch * heads, row_blocks, at_a_time)
-        _kept_forward[(batch * heads * splits,)](
-            q, k, v, o, m, l, p, then, batch * heads, n, splits, d**-0.5,
-            **_options(keep, causal, q, blocks),
-        )  # fmt: skip
+        processors = launch.num_processors(q.device)
+        splits = tiling.forward_splits(batch * heads, n, blocks, processors)
+        with launch.on_device(q):
+            _kept_forward[(batch * heads * splits,)](
+                q, k, v, o, m, l, p, then, batch * heads, n, splits, d**-0.5,
+                **_options(keep, causal, q, blocks),
+            )  # fmt: skip
         o = o.to(q.dtype)
         ctx.save_for_backward(q, k, v, o, m, l, *((p, then) if keep else ()))
         ctx.causal, ctx.keep, ctx.then_kv = causal, keep, blocks.block_kv
@@ -181,10 +181,11 @@ class _Attention(torch.autograd.Function):
         delta = (do.float() * o.float()).sum(-1)
         dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-        _kept_backward[(batch * heads * triton.cdiv(n, blocks.block_kv),)](
-            q, k, v, do, dq, dk, dv, m, l, delta, p, then, batch * heads, n, d**-0.5,
-            THEN_KV=ctx.then_kv, **_options(ctx.keep, ctx.causal, q, blocks),
-        )  # fmt: skip
+        with launch.on_device(q):
+            _kept_backward[(batch * heads * triton.cdiv(n, blocks.block_kv),)](
+                q, k, v, do, dq, dk, dv, m, l, delta, p, then, batch * heads, n, d**-0.5,
+                THEN_KV=ctx.then_kv, **_options(ctx.keep, ctx.causal, q, blocks),
+            )  # fmt: skip
         return (dq * d**-0.5).to(q.dtype), dk, dv, None, None
 
 

@@ -31,15 +31,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from scripts.arguments import positive
-from training import cli, report
+from scripts.arguments import check_out, fraction, positive, positive_number
+from training import report
+from training.cli import one_sentence
 from training.errors import ConfigError
 from training.longest_report import NAME, Row, notes, to_rich, write_plot, write_tables
 from training.longest_search import FAILED, FITS, Grid, Probe, answer, search, verdict
@@ -61,7 +60,7 @@ DECISIVE = (
     "compile",
     "deterministic",
 )
-EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
+EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 console = Console(highlight=False, soft_wrap=True, markup=False)
 
 
@@ -77,15 +76,14 @@ class Variant:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    try:
+    with one_sentence():
         variants = make_variants(args.overrides, args.variant, args.start, args.out)
-        with held(args.out), sigterm_interrupts():
+    check_out(args.out, *(args.out / f"{NAME}.{ending}" for ending in ("csv", "md", "png")))
+    try:
+        with one_sentence(), held(args.out, "--out"), sigterm_interrupts():
             return Search(variants, args).run()
-    except (HydraException, OmegaConfBaseException, ConfigError) as error:
-        print(f"error: {cli.explain(error)}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except OSError as error:
-        print(f"error: {unusable(args.out, error)}", file=sys.stderr)
+    except OSError as error:  # of the folder, or of a trial's: a disk that is full
+        print(f"error: {unusable(args.out, error, '--out')}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("stopped; the same command goes on from here", file=sys.stderr)
@@ -160,24 +158,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return args
 
 
-def positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise ValueError
-    return value
-
-
-def fraction(text: str) -> float:
-    value = float(text)
-    if not 0 <= value < 1:
-        raise ValueError
-    return value
-
-
 def caps(text: str) -> list[int | None]:
     """GiB, or none, to bytes; each once."""
     words = [word.strip().lower() for word in text.split(",")]
-    found = [None if word == "none" else round(positive_number(word) * GIB) for word in words]
+    try:
+        found = [None if word == "none" else round(positive_number(word) * GIB) for word in words]
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not accepted; give numbers above 0, or none, separated by commas"
+        ) from None
     return list(dict.fromkeys(found))
 
 

@@ -10,7 +10,6 @@ too. The file is written anew after each point.
 """
 
 import argparse
-import csv
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -19,18 +18,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
-from training.cli import explain, fail
+from scripts import csv_file
+from scripts.arguments import check_out, file_name, positive_number, unwritable
+from training.cli import one_sentence
 from training.compose import combinations, composed
 from training.console import console
-from training.devices import resolve_hardware, versions
+from training.devices import resolve_hardware
 from training.errors import ConfigError
 from training.predict import with_changes
 from training.probe_process import ProbeRunner
-from training.run_folder import replacing
 from training.signals import sigterm_interrupts
 from training.units import in_gib
 
@@ -42,7 +40,6 @@ MEASURED = (
     "message",
     "device_name",
 )
-ABOUT = ("torch", "triton")
 EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 Row = dict[str, Any]
 
@@ -53,18 +50,22 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of train.py")
     parser.add_argument(
-        "--limit", type=float, default=120.0, metavar="S", help="longest step (default: 120 s)"
+        "--limit",
+        type=positive_number,
+        default=120.0,
+        metavar="S",
+        help="longest step (default: 120 s)",
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("memory.csv"), help="file to write (default: memory.csv)"
+        "--out", type=file_name, default="memory.csv", help="file to write (default: memory.csv)"
     )
     args = parser.parse_intermixed_args(argv)
-    if not 0 < args.limit < float("inf"):
-        parser.error(f"--limit={args.limit} is not accepted; give seconds, more than 0")
     rows: list[Row] = []
-    try:
+    with one_sentence():
         points = [point(job) for job in combinations(args.overrides)]
-        write(rows, args.out)  # before the first point: what cannot be written is not measured
+    check_out(args.out, args.out)
+    write(rows, args.out)
+    try:
         with sigterm_interrupts():
             for row in measure(points, args.limit):
                 rows.append(row)
@@ -74,13 +75,8 @@ def main(argv: list[str] | None = None) -> int:
                 console.print(
                     f"{len(rows)}/{len(points)}  {row['overrides']}  {row['status']}  {said}"
                 )
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        fail(str(error) if isinstance(error, ConfigError) else explain(error))
-    except OSError as error:
-        print(
-            f"error: --out={args.out} cannot be written ({error.strerror}); give another file",
-            file=sys.stderr,
-        )
+    except OSError as error:  # a disk that has become full
+        print(f"error: {unwritable(args.out, error, args.out)}", file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print(f"stopped; {len(rows)} of {len(points)} points are in {args.out}", file=sys.stderr)
@@ -117,13 +113,7 @@ def measure(points: list[tuple[str, DictConfig]], limit_s: float) -> Iterator[Ro
 
 
 def write(rows: list[Row], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {key: versions()[key] for key in ABOUT}
-    columns = ["overrides", *map(_column, MEASURED), *ABOUT]
-    with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, columns, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(row | about for row in rows)
+    csv_file.write(path, rows, csv_file.software(), columns=["overrides", *map(_column, MEASURED)])
 
 
 def _column(key: str) -> str:

@@ -9,12 +9,11 @@ step has --tokens tokens, or one sequence if that is longer. The median step cou
 """
 
 import argparse
-import csv
 import importlib.util
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -23,11 +22,11 @@ from rich.progress import track
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from scripts.arguments import positive
+from scripts import csv_file
+from scripts.arguments import check_out, file_name, positive, present_device
 from training import memory
 from training.console import console
 from training.devices import versions
-from training.run_folder import replacing
 from training.throughput import device_name, synchronize
 
 VOCAB_SIZE = 50304  # GPT-2's 50,257 tokens, rounded up to a multiple of 64
@@ -59,23 +58,27 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--steps", type=positive, default=10, help="timed steps of each length (default: 10)"
     )
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument(
+        "--device",
+        type=present_device,
+        default="cuda",
+        help="cpu, cuda, cuda:1, ... (default: cuda)",
+    )
     parser.add_argument(
         "--compile", action=argparse.BooleanOptionalAction, default=True, help="torch.compile"
     )
     parser.add_argument(
-        "--out", type=Path, default=Path("nanogpt_step.csv"), help="(default: nanogpt_step.csv)"
+        "--out", type=file_name, default="nanogpt_step.csv", help="(default: nanogpt_step.csv)"
     )
     args = parser.parse_args(argv)
     if not (args.folder / "model.py").is_file():
         parser.error(f"{args.folder} has no model.py; give the folder of a clone of nanoGPT")
-    if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device=cuda, but PyTorch sees no CUDA GPU here; give --device cpu")
+    check_out(args.out, args.out)
     model = load(args.folder)
     rows = []
     for seq_len in track(args.seq_lens, description="nanoGPT", console=console):
         rows.append(measure(model, seq_len, args))
-        write(rows, args.out)
+        csv_file.write(args.out, rows)
         console.print(
             f"N={seq_len:,}  batch {rows[-1].batch}  {rows[-1].tokens_per_s:,.0f} tokens/s  "
             f"peak {rows[-1].peak_bytes / 2**30:.2f} GiB"
@@ -128,14 +131,6 @@ def measure(nanogpt: ModuleType, seq_len: int, args: argparse.Namespace) -> Row:
         device_name=device_name(device),
         torch=versions()["torch"],
     )
-
-
-def write(rows: list[Row], path: Path) -> None:
-    """The rows as CSV."""
-    with replacing(path) as partial, open(partial, "w", newline="", encoding="utf-8") as file:
-        out = csv.DictWriter(file, [field.name for field in fields(Row)])
-        out.writeheader()
-        out.writerows(asdict(row) for row in rows)
 
 
 if __name__ == "__main__":

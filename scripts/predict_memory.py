@@ -16,12 +16,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from hydra.errors import HydraException
-from omegaconf.errors import OmegaConfBaseException
-
+from scripts.arguments import positive
 from training.cards import CARDS, card_bytes
-from training.cli import explain, fail
-from training.errors import ConfigError
+from training.cli import one_sentence
 from training.memory_names import PARTS
 from training.units import GIB, in_gib
 
@@ -37,24 +34,23 @@ def main(argv: list[str] | None = None) -> int:
         help=f"a number of GiB, or one of {', '.join(CARDS)} (default: h200)",
     )
     parser.add_argument(
-        "--multiple", type=int, default=128, help="what divides the longest seq_len (default: 128)"
+        "--multiple",
+        type=positive,
+        default=128,
+        help="what divides the longest seq_len (default: 128)",
     )
     parser.add_argument(
         "--no-longest", action="store_true", help="leave out the longest seq_len: less to wait for"
     )
     args = parser.parse_intermixed_args(argv)
-    if args.multiple < 1:
-        parser.error(f"--multiple={args.multiple} must be at least 1")
     # Imported here: PyTorch takes seconds that --help need not wait for.
     from training.compose import combinations, composed, distinctions
 
-    try:
+    with one_sentence():
         size = card_bytes(args.card)
         jobs = combinations(args.overrides)
         configs = [composed(job) for job in jobs]
         rows = [_row(cfg, size, 0 if args.no_longest else args.multiple) for cfg in configs]
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        fail(str(error) if isinstance(error, ConfigError) else explain(error))
     table = _table(distinctions(jobs), rows, args.card, size)
     print("peak of a training step on a GPU, in GiB")
     print(

@@ -1,6 +1,8 @@
 """What computing P again in backward costs: FLOPs up, bytes down, and the time.
 
     python scripts/recompute_cost.py --out results/h200_recompute
+    python scripts/recompute_cost.py --gpu h200              # without a GPU: the model
+    python scripts/recompute_cost.py --measure --device cpu  # times what runs there
 
 Four backends: standard attention, flash_v1, and one V1 kernel in two forms that differ in nothing
 but P, which the one keeps in HBM (kept_p) and the other computes again (recomputed_p; the mask of
@@ -9,10 +11,9 @@ once. FLOPs are those spent, recompute included; bytes are the IO model's.
 """
 
 import argparse
-import csv
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -25,15 +26,26 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import io_model, launch, tiling
 from flash_attention.v1 import tables
-from scripts import bench_attention
-from training.devices import versions
+from scripts import bench_attention, csv_file, gpu_option
+from scripts.arguments import (
+    beside,
+    check_out,
+    file_name,
+    kernel_head_dim,
+    positive,
+    present_device,
+)
 from training.run_folder import replacing
 from training.throughput import device_name
+
+BACKENDS = ("naive", "flash_v1", "kept_p", "recomputed_p")
+ENDED_WELL = ("model", "ok", "out of memory")
 
 
 @dataclass
 class Row:
-    """One backend at one shape. gflop, gbyte: model, forward + backward."""
+    """One backend at one shape. gflop, gbyte: model, forward + backward. status: "model" where
+    nothing was measured."""
 
     backend: str
     head_dim: int
@@ -58,19 +70,38 @@ class Row:
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     device = torch.device(args.device)
+    where = device_name(device) if args.measure else None
     rows: list[Row] = []
-    for n in track(args.seq_lens, "timing", console=Console(stderr=True)):
-        timed = bench_attention.bench_shape(
-            backends(device), args.head_dim, n, args.causal, args, device
-        )
-        rows += [costed(row, launch.num_processors(device)) for row in timed]
+    for n in track(args.seq_lens, "timing" if where else "model", console=Console(stderr=True)):
+        timed = measured(n, args, device) if where else {}
+        these = [timed.get(name) or unmeasured(name, n, args) for name in BACKENDS]
+        rows += [costed(row, args.gpu.processors) for row in these]
         if args.out:
-            write(rows, Path(f"{args.out}.csv"), device_name(device))
+            about = {"gpu": args.gpu.name, "device": where, **csv_file.software()}
+            csv_file.write(beside(args.out, ".csv"), rows, about)
     if args.out:
-        with replacing(Path(f"{args.out}.png")) as partial_name:
-            plot(rows, partial_name, device_name(device))
+        with replacing(beside(args.out, ".png")) as partial_name:
+            plot(rows, partial_name, where or args.gpu.name)
     Console(width=None if sys.stdout.isatty() else 130).print(table(rows))
-    return int(any(row.status not in ("ok", "out of memory") for row in rows))
+    print(f"model: {args.gpu.name}; times: {where or 'not measured'}")
+    return int(any(row.status not in ENDED_WELL for row in rows))
+
+
+def measured(
+    n: int, args: argparse.Namespace, device: torch.device
+) -> dict[str, bench_attention.Row]:
+    """The benchmark's rows of one length, by backend: of those that run on the device."""
+    rows = bench_attention.bench_shape(
+        backends(device), args.head_dim, n, args.causal, args, device
+    )
+    return {row.backend: row for row in rows}
+
+
+def unmeasured(name: str, n: int, args: argparse.Namespace) -> bench_attention.Row:
+    batch, heads = bench_attention.batch_and_heads(args, args.head_dim, n)
+    return bench_attention.Row(
+        name, args.head_dim, n, args.causal, batch, heads, args.dtype, status="model"
+    )
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -78,20 +109,23 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     cuda = torch.cuda.is_available()
+    gpu_option.add(parser)
     add = parser.add_argument
-    positive = bench_attention.positive
-    add("--head-dim", type=positive, default=64, metavar="D")
+    add("--head-dim", type=kernel_head_dim, default=64, metavar="D")
     add("--seq-lens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192])
     add("--tokens", type=positive, default=8192, help="batch x seq_len (default: 8192)")
     add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
-    add("--dtype", choices=bench_attention.DTYPES, default="bf16" if cuda else "fp32")
-    add("--device", default="cuda" if cuda else "cpu", help="default: %(default)s")
+    add("--dtype", choices=bench_attention.DTYPES, help="default: bf16, or fp32 timed on a CPU")
+    default = "cuda" if cuda else "cpu"
+    add("--device", type=present_device, default=default, help="of --measure; default: %(default)s")
     add("--rounds", type=positive, default=20, help="timings of each backend (default: 20)")
-    add("--out", metavar="PATH", help="write PATH.csv and PATH.png")
+    add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
-    if args.device.startswith("cuda") and not cuda:
-        parser.error(f"--device={args.device}, but there is no CUDA GPU here; give --device=cpu")
+    args.dtype = args.dtype or ("fp32" if args.measure and args.device == "cpu" else "bf16")
+    gpu_option.check(parser, args, args.device)
+    if args.out:
+        check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".png"))
     return args
 
 
@@ -130,11 +164,7 @@ def spent(backend: str, shape: io_model.Shape, processors: int) -> tuple[int, in
         accesses = io_model.naive_forward(shape) + io_model.naive_backward(shape)
         return flops, sum(io_model.traffic(accesses))
     table = tiling.tuned(tables.FORWARD, shape.head_dim, shape.element_size)
-    splits = tiling.num_splits(
-        shape.batch * shape.heads,
-        -(-shape.nq // table.block_q),
-        processors * table.per_processor,
-    )
+    splits = tiling.forward_splits(shape.batch * shape.heads, shape.nq, table, processors)
     forward = table.block_q, table.block_kv
     table = tiling.tuned(tables.BACKWARD, shape.head_dim, shape.element_size)
     backward = table.block_q, table.block_kv
@@ -173,35 +203,24 @@ def table(rows: list[Row]) -> Table:
     return out
 
 
-def write(rows: list[Row], path: Path, device: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    about = {"device": device, **{p: versions()[p] for p in ("torch", "triton")}}
-    with (
-        replacing(path) as partial_name,
-        open(partial_name, "w", newline="", encoding="utf-8") as file,
-    ):
-        writer = csv.DictWriter(file, [*asdict(rows[0]), *about])
-        writer.writeheader()
-        writer.writerows(asdict(row) | about for row in rows)
-
-
 def plot(rows: list[Row], path: Path, device: str) -> None:
     """FLOPs, bytes of the model and time of forward + backward over N."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(13, 4), layout="constrained")
+    panels = {"gflop": "GFLOP spent", "gbyte": "GB moved, model"}
+    if any(row.total_ms is not None for row in rows):
+        panels["total_ms"] = "ms"
+    figure = Figure(figsize=(1 + 4 * len(panels), 4), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 3)
+    axes = figure.subplots(1, len(panels))
     lengths = sorted({row.seq_len for row in rows})
-    for axis, (key, label) in zip(
-        axes,
-        (("gflop", "GFLOP spent"), ("gbyte", "GB moved, model"), ("total_ms", "ms")),
-        strict=True,
-    ):
-        for name in dict.fromkeys(row.backend for row in rows):
+    for axis, (key, label) in zip(axes, panels.items(), strict=True):
+        for i, name in enumerate(BACKENDS):
             line = [r for r in rows if r.backend == name and getattr(r, key) is not None]
-            axis.plot([r.seq_len for r in line], [getattr(r, key) for r in line], "o-", label=name)
+            values = [getattr(r, key) for r in line]
+            size = 11 - 2 * i  # the model of two may be the same: the later one lies on the other
+            axis.plot([r.seq_len for r in line], values, "o-", markersize=size, label=name)
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axis.set(yscale="log", xlabel="N", ylabel=label)

@@ -11,7 +11,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -19,13 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import gpus, tiling
 from flash_attention.v1 import tables
+from scripts import gpu_option
+from scripts.arguments import kernel_head_dim
 
 WHY = """\
 Why the tuned sizes differ from the paper's:
  - Two memories, not one. The paper's M holds K, V, Q and O. Here the matrix unit leaves S and O in
-   registers, a second memory as large as the first, and S (Br x Bc) is the largest item of all.
-   The paper leaves it out: with Br = d it would be as large as each of the four.
- - Powers of two, and Br of at least 64 rows to fill the matrix unit of a Hopper GPU.
+   registers, a second memory as large as the first, and S (Br x Bc) needs room: in forward with d
+   of 64 or 128 and 16 bits it is the largest item of all. The paper leaves it out: with Br = d it
+   is as large as K_j or V_j, in their precision.
+ - Powers of two, and in forward with 16 bits Br of at least 64 rows, to fill the matrix unit of a
+   Hopper GPU.
  - In forward, O passes through HBM once per K/V block: Bc is as large as the registers allow.
  - In backward a program holds dK and dV too: smaller blocks, or nothing is left for P and dP.
  - Room is also time: half the room lets a second program run while the first waits (programs on a
@@ -66,29 +69,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--device", metavar="GPU", help=f"{', '.join(gpus.KNOWN)}; default: the one that is here")
-    add("--head-dim", type=int, default=64, metavar="D", help="1 to 256 (default: %(default)s)")
+    add("--head-dim", type=kernel_head_dim, default=64, metavar="D", help="default: %(default)s")
     add("--element-size", type=int, default=2, choices=(2, 4), help="bytes (default: %(default)s)")
     args = parser.parse_args(argv)
-    if not 1 <= args.head_dim <= 256:
-        parser.error(f"--head-dim={args.head_dim}: give 1 to 256")
     try:
-        args.gpu = find_gpu(args.device)
+        args.gpu = gpu_option.find(args.device)
     except ValueError as error:
         parser.error(f"--device: {error}")
     return args
-
-
-def find_gpu(name: str | None) -> gpus.Gpu:
-    """The table's GPU of that name; None: the one that is here.
-
-    Raises:
-        ValueError: the name is not in the table, or no GPU is here to be asked.
-    """
-    if name is not None:
-        return gpus.known(name)
-    if not torch.cuda.is_available():
-        raise ValueError(f"there is no CUDA GPU here; give one of {', '.join(gpus.KNOWN)}")
-    return gpus.query(torch.device("cuda"))
 
 
 def budget(title: str, blocks: tiling.Blocks, items: list[tiling.Item], gpu: gpus.Gpu) -> Table:

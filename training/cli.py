@@ -6,6 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +30,11 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from training.errors import ConfigError
+from training.errors import ConfigError, fail
 from training.run_folder import unusable
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
-EXIT_BAD_INPUT = 2
+REFUSED = (HydraException, OmegaConfBaseException, ConfigError)
 TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch; users know it
 OURS = "TRAIN_SET_HYDRA_FULL_ERROR"  # says that launch() set it, to a sweep's child processes too
 
@@ -54,7 +55,7 @@ def launch(main: Callable[[], object]) -> None:
     try:
         check_overrides(sys.argv[1:])
         main()
-    except (HydraException, OmegaConfBaseException, ConfigError) as error:
+    except REFUSED as error:
         if full_traceback_wanted():
             raise
         fail(explain(error))
@@ -64,9 +65,14 @@ def launch(main: Callable[[], object]) -> None:
         fail(unusable(error.filename, error))
 
 
-def fail(message: str, code: int = EXIT_BAD_INPUT) -> None:
-    print(f"error: {message}", file=sys.stderr)
-    sys.exit(code)
+@contextmanager
+def one_sentence(*more: type[Exception], about: str = "") -> Iterator[None]:
+    """What is wrong with a setting, here or of the types in ``more``, ends the program with one
+    line that begins with ``about``, and exit code 2."""
+    try:
+        yield
+    except (*REFUSED, *more) as error:
+        fail(f"{about}{explain(error)}")
 
 
 # --- what Hydra would take, or refuse with a traceback -----------------------------------------

@@ -1,5 +1,10 @@
 """Errors that end a run with one readable line instead of a traceback."""
 
+import sys
+from typing import NoReturn
+
+EXIT_BAD_INPUT = 2
+
 
 class ConfigError(ValueError):
     """A setting the run cannot use. The message names the key, what was given, what is accepted."""
@@ -7,3 +12,9 @@ class ConfigError(ValueError):
 
 class DivergedError(ArithmeticError):
     """The loss is not a finite number any more; the message says at which step."""
+
+
+def fail(message: str) -> NoReturn:
+    """Ends the program with that line."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(EXIT_BAD_INPUT)

@@ -22,10 +22,10 @@ from data.errors import DataError
 from training import loggers as run_loggers
 from training.batching import BatchPlan
 from training.checkpoint import NAME as CHECKPOINT
-from training.cli import EXIT_BAD_INPUT, explain, full_traceback_wanted
+from training.cli import explain, full_traceback_wanted
 from training.console import ValidationReport, console
 from training.devices import Hardware, versions
-from training.errors import ConfigError, DivergedError
+from training.errors import EXIT_BAD_INPUT, ConfigError, DivergedError
 from training.memory import is_out_of_memory
 from training.out_of_memory import describe
 from training.run_folder import held, replacing, unusable

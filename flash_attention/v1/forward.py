@@ -146,8 +146,8 @@ def forward(
 
     row_blocks = triton.cdiv(nq, blocks.block_q)
     if splits is None:
-        at_a_time = launch.num_processors(q.device) * blocks.per_processor
-        splits = tiling.num_splits(batch * heads, row_blocks, at_a_time)
+        processors = launch.num_processors(q.device)
+        splits = tiling.forward_splits(batch * heads, nq, blocks, processors)
     splits = min(splits, row_blocks)
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)

@@ -166,7 +166,7 @@ SECTOR = 32  # bytes
 
 # lts__t_sectors_srcunit_tex_op_{read,write,red} of one H200 at batch 1, N = 16,384, causal,
 # bfloat16, and l1tex__t_sectors_pipe_lsu_mem_local_op_{ld,st}, which spilled registers add to them.
-# Forward with 8 splits: 256 programs; see results/flash_v1_tuning.md.
+# Forward with 8 splits: 256 programs.
 H200_FORWARD_64 = dict(read=266_542_524 - 24_573_076, write=141_926_400 - 1_351_680)
 H200_FORWARD_128 = dict(read=254_420_064 - 14_445_548, write=140_124_160 - 1_679_436)
 H200_BACKWARD_64 = dict(read=286_410_720, write=4_194_304, red=270_532_608)
@@ -240,6 +240,13 @@ def test_naive_attention_moves_what_the_model_says(device, dtype, causal):
         torch.autograd.grad(o, (q, k, v), do)
     assert (forward.read, forward.written) == io.traffic(io.naive_forward(shape))
     assert (backward.read, backward.written) == io.traffic(io.naive_backward(shape))
+
+
+@pytest.mark.parametrize("count", [io.naive_forward, io.naive_backward])
+def test_heads_that_naive_attention_would_copy_are_refused(count):
+    with pytest.raises(ValueError, match="kv_heads=1 with heads=4 is not counted"):
+        count(Shape(2, 4, 40, 40, 16, kv_heads=1))
+    assert count(Shape(2, 4, 40, 40, 16, kv_heads=4)) == count(Shape(2, 4, 40, 40, 16))
 
 
 def test_naive_flops_are_those_that_pytorch_counts():

@@ -46,6 +46,19 @@ def test_the_split_is_the_fewest_within_5_percent_of_the_best(programs):
     assert all(efficiency(s) < 0.95 * best for s in range(1, got))
 
 
+@pytest.mark.parametrize(
+    ("batch_heads", "nq", "per_processor", "splits"),
+    # Row blocks of 64. 16 heads: 8 splits are 128 programs of 132 at a time, 16 are 256 of 264. One
+    # head of 65 rows has two row blocks.
+    [(16, 2048, 1, 8), (16, 2048, 2, 16), (1, 65, 1, 2), (1, 64, 1, 1)],
+)
+def test_the_rows_of_a_head_are_shared_until_the_device_is_busy(
+    batch_heads, nq, per_processor, splits
+):
+    blocks = tiling.Blocks(64, 256, per_processor=per_processor)
+    assert tiling.forward_splits(batch_heads, nq, blocks, processors=132) == splits
+
+
 def test_no_rows_or_no_heads_need_one_program():
     assert tiling.num_splits(0, 5, 132) == tiling.num_splits(5, 0, 132) == 1
 

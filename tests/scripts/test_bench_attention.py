@@ -1,9 +1,13 @@
 """The attention benchmark: what it writes, and that a wrong backend is not timed."""
 
 import csv
+import io
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
+from rich.console import Console
 
 from flash_attention import naive_attention
 from scripts import bench_attention
@@ -55,6 +59,16 @@ def test_a_bad_argument_is_refused(bad, capsys):
     assert bad[0] in capsys.readouterr().err
 
 
+def test_a_backend_that_is_not_here_is_refused_beside_those_that_are(capsys):
+    with pytest.raises(SystemExit) as stop:
+        bench_attention.main([*SMALL, "--backends", "naive", "sdpa_flash"])
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert said == (
+        "error: --backends: sdpa_flash is not here; give some of naive, flash_v1, flash_v2, sdpa\n"
+    )
+
+
 def test_each_number_of_splits_is_a_backend_of_its_own():
     args = bench_attention.parse([*SMALL, "--q-splits", "auto", "1", "3"])
     found = bench_attention.available(args)
@@ -91,6 +105,103 @@ def test_running_out_of_memory_is_a_row_and_the_others_are_timed():
     assert (first.status, first.forward_ms, first.forward_tflops) == ("out of memory", None, None)
     assert second.status == "ok"
     assert second.forward_ms > 0
+
+
+def test_a_shape_whose_inputs_have_no_room_is_a_row_for_every_backend(monkeypatch):
+    args = bench_attention.parse([*SMALL, "--rounds=1"])
+
+    def full(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "randn", full)
+    found = bench_attention.available(args)
+    rows = bench_attention.bench_shape(found, 16, 64, True, args, torch.device("cpu"))
+    assert [row.backend for row in rows] == [*found]
+    assert {row.status for row in rows} == {"out of memory"}
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+        (
+            RuntimeError("CUDA error: out of memory"),
+            "out of memory",
+        ),
+        (NotImplementedError("no backward"), "refused: NotImplementedError"),
+    ],
+)
+def test_a_backend_that_fails_in_backward_is_a_row(error, status):
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            raise error
+
+    def attention(q, k, v, causal):
+        return Fails.apply(naive_attention(q, k, v, causal=causal))
+
+    args = bench_attention.parse([*SMALL, "--rounds=1"])
+    device = torch.device("cpu")
+    (row,) = bench_attention.bench_shape({"fails": attention}, 16, 64, True, args, device)
+    assert (row.status, row.forward_ms) == (status, None)
+
+
+def test_everything_runs_on_the_device_of_the_tensors(monkeypatch):
+    current = []
+
+    @contextmanager
+    def on_device(t):
+        current.append(t.device)
+        yield
+        current.pop()
+
+    def attention(q, k, v, causal):
+        assert current == [q.device]
+        return naive_attention(q, k, v, causal=causal)
+
+    monkeypatch.setattr(bench_attention.launch, "on_device", on_device)
+    args = bench_attention.parse([*SMALL, "--rounds=1"])
+    device = torch.device("cpu")
+    (row,) = bench_attention.bench_shape({"x": attention}, 16, 64, True, args, device)
+    assert row.status == "ok"
+
+
+def test_on_a_gpu_flash_v2_is_timed_beside_pytorch_s_flash_attention():
+    args = bench_attention.parse([*SMALL])
+    args.device = "cuda"
+    assert {"naive", "flash_v1", "flash_v2", "sdpa_flash"} <= {*bench_attention.available(args)}
+
+
+def test_speed_is_compared_with_pytorch_s_flash_attention_too(monkeypatch):
+    """Backends whose forward and backward take as many ms as is said here."""
+    takes = {"flash_v2": (4.0, 30.0), "sdpa_flash": (2.0, 10.0), "fails": (1.0, 1.0)}
+
+    def interleave(pairs, *_):
+        for row, _ in pairs:
+            row.forward_ms, row.backward_ms = takes[row.backend]
+
+    def fails(q, k, v, causal):
+        raise NotImplementedError
+
+    monkeypatch.setattr(bench_attention, "interleave", interleave)
+    args = bench_attention.parse([*SMALL])
+    attention = partial(bench_attention._call, naive_attention)
+    backends = {"flash_v2": attention, "sdpa_flash": attention, "fails": fails}
+    rows = bench_attention.bench_shape(backends, 16, 64, True, args, torch.device("cpu"))
+    flash_v2, sdpa_flash, refused = rows
+    assert flash_v2.forward_vs_sdpa_flash == pytest.approx(2 / 4)
+    assert flash_v2.backward_vs_sdpa_flash == pytest.approx(10 / 30)
+    assert (sdpa_flash.forward_vs_sdpa_flash, sdpa_flash.backward_vs_sdpa_flash) == (1.0, 1.0)
+    assert refused.forward_vs_sdpa_flash is None
+    assert flash_v2.forward_vs_naive is None  # which was not run
+    console = Console(width=140, file=io.StringIO())
+    console.print(bench_attention.table(rows))
+    (line,) = [s for s in console.file.getvalue().splitlines() if "flash_v2" in s]
+    assert [cell.strip() for cell in line.strip("│").split("│")][-3:-1] == ["0.5", "0.333"]
 
 
 def test_rows_are_on_disk_before_a_later_shape_fails(tmp_path, monkeypatch):

@@ -1,6 +1,7 @@
 """The command: variants, caps, what it writes, how it goes on after a stop."""
 
 import csv
+import errno
 import json
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from scripts import longest_context
 from scripts.longest_context import make_variants, parse
 from training import predict
 from training.probe_process import ProbeRunner
+from training.run_folder import held
 from training.units import GIB
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -266,7 +268,9 @@ def test_trials_are_found_under_another_name_and_by_no_other_config():
 )
 def test_a_wrong_setting_is_one_sentence(arguments, sentence, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["longest_context.py", *arguments])
-    assert longest_context.main([*arguments, f"--out={tmp_path / 'out'}"]) == 2
+    with pytest.raises(SystemExit) as stop:
+        longest_context.main([*arguments, f"--out={tmp_path / 'out'}"])
+    assert stop.value.code == 2
     assert capsys.readouterr().err.startswith(f"error: {sentence}")
     assert not (tmp_path / "out").exists()
 
@@ -274,10 +278,10 @@ def test_a_wrong_setting_is_one_sentence(arguments, sentence, tmp_path, capsys, 
 @pytest.mark.parametrize(
     ("argument", "sentence"),
     [
-        ("--caps=24,x", "argument --caps: invalid caps value: '24,x'"),
-        ("--caps=0", "argument --caps: invalid caps value: '0'"),
-        ("--limit=0", "argument --limit: invalid positive_number value: '0'"),
-        ("--tolerance=1", "argument --tolerance: invalid fraction value: '1'"),
+        ("--caps=24,x", "argument --caps: '24,x' is not accepted; give numbers above 0, or none"),
+        ("--caps=0", "argument --caps: '0' is not accepted; give numbers above 0, or none"),
+        ("--limit=nan", "argument --limit: 'nan' is not accepted; give a number above 0"),
+        ("--tolerance=1", "argument --tolerance: '1' is not accepted; give a number of at least 0"),
         ("--largest=100", "--largest=100 is no length; give at least 256"),
         ("--start=100", "--start=100 must be from --multiple=256 to --largest"),
     ],
@@ -287,6 +291,22 @@ def test_a_wrong_option_is_refused(argument, sentence, capsys):
         parse([argument])
     assert stop.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_a_folder_that_another_search_holds_is_said_to_be_out_s(tmp_path, capsys):
+    with held(tmp_path), pytest.raises(SystemExit) as stop:
+        longest_context.main(["attention=naive", f"--out={tmp_path}"])
+    assert stop.value.code == 2
+    assert "is in use by another run; give another --out\n" in capsys.readouterr().err
+
+
+def test_a_disk_that_becomes_full_is_said_to_be_out_s(tmp_path, capsys, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(longest_context.Search, "run", full)
+    assert longest_context.main(["attention=naive", f"--out={tmp_path}"]) == 1
+    assert "(No space left on device); give another --out\n" in capsys.readouterr().err
 
 
 def test_caps_are_gib_and_none():

@@ -1,6 +1,7 @@
 """Peaks measured point by point: what is written when, and what a failure becomes."""
 
 import csv
+import errno
 from dataclasses import replace
 
 import pytest
@@ -78,7 +79,7 @@ def test_what_was_measured_before_an_interrupt_is_kept(trials, tmp_path, capsys)
     ("arguments", "said"),
     [
         (["seq_len=32,-1"], "seq_len=-1"),
-        (["seq_len=32", "--limit=nan"], "--limit=nan is not accepted"),
+        (["seq_len=32", "--limit=nan"], "--limit: 'nan' is not accepted"),
         (["attention=nothing"], "attention=nothing"),
     ],
 )
@@ -92,11 +93,18 @@ def test_a_bad_setting_is_refused_before_anything_is_measured(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_is_measured(
-    trials, tmp_path, capsys
-):
-    assert measure_memory.main(["seq_len=160", f"--out={tmp_path}"]) == 1
-    assert f"--out={tmp_path} cannot be written" in capsys.readouterr().err
+def test_a_disk_that_becomes_full_is_one_sentence(trials, tmp_path, monkeypatch, capsys):
+    write, out = measure_memory.write, tmp_path / "memory.csv"
+
+    def full(rows, path):
+        if rows:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(rows, path)
+
+    monkeypatch.setattr(measure_memory, "write", full)
+    assert measure_memory.main(["seq_len=32", f"--out={out}"]) == 1
+    said = f"error: --out={out} cannot be written (No space left on device: {out}); give another"
+    assert said in capsys.readouterr().err
 
 
 def test_a_cpu_is_refused(tmp_path, capsys):

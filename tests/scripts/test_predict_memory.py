@@ -72,7 +72,7 @@ def test_a_card_has_a_name(by_hand, capsys):
     [
         (["--card=h9000"], "--card=h9000 is not accepted; give one of t4, "),
         (["--card=-1"], "--card=-1 is not accepted"),
-        (["--multiple=0"], "--multiple=0 must be at least 1"),
+        (["--multiple=0"], "--multiple: '0' is not accepted; give an integer of at least 1"),
         (["seq_lem=3"], "there is no key seq_lem; did you mean seq_len?"),
         (["attention=flash_v9"], "attention=flash_v9 is no choice; give one of flash_v1, flash_v2"),
         (["model.width=7"], "model.n_head=4 does not divide model.width=7"),

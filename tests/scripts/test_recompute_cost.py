@@ -1,11 +1,12 @@
 """What recompute costs: the two forms of one kernel, and the count of what each spends."""
 
 import csv
+from contextlib import contextmanager
 
 import pytest
 import torch
 
-from flash_attention import io_model, naive_attention, tiling
+from flash_attention import io_model, launch, naive_attention, tiling
 from flash_attention.v1 import tables
 from scripts import recompute_cost
 from tests.flash_attention.parity import make_inputs, results, upcast
@@ -39,6 +40,30 @@ def test_both_forms_are_attention_with_its_gradients(monkeypatch):
     compare_with_naive(torch.device("cpu"), torch.float32, n=40, head_dim=16)
 
 
+def test_both_forms_are_launched_on_the_device_of_the_tensors(monkeypatch):
+    pytest.importorskip("triton")
+    from scripts import kept_probabilities as kp
+
+    current, launched_on = [], []
+
+    @contextmanager
+    def on_device(t):
+        current.append(t.device)
+        yield
+        current.pop()
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *_, **__: launched_on.append(list(current))
+
+    monkeypatch.setattr(launch, "on_device", on_device)
+    monkeypatch.setattr(kp, "_kept_forward", Kernel())
+    monkeypatch.setattr(kp, "_kept_backward", Kernel())
+    q, k, v, do = make_inputs(1, 1, 1, 32, 32, 16, torch.float32, torch.device("cpu"))
+    torch.autograd.grad(kp.kept_p_attention(q, k, v, False), (q, k, v), do)
+    assert launched_on == [[q.device]] * 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_both_forms_are_attention_on_the_gpu(head_dim):
@@ -61,14 +86,63 @@ def test_keeping_p_spends_a_product_less_and_moves_p_twice():
     assert naive_bytes > moved > again_bytes
 
 
-def test_it_writes_a_row_for_each_backend(tmp_path, capsys):
-    argv = ["--device=cpu", "--seq-lens", "16", "32", "--tokens=32", "--width=32", "--head-dim=16"]
-    assert recompute_cost.main([*argv, "--rounds=1", f"--out={tmp_path / 'cost'}"]) == 0
-    with open(tmp_path / "cost.csv", newline="") as file:
-        rows = list(csv.DictReader(file))
+SMALL = ["--seq-lens", "16", "32", "--tokens=32", "--width=32", "--head-dim=16"]
+
+
+def table(path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_what_runs_on_the_device_is_timed_and_the_rest_is_the_model(tmp_path, capsys):
+    argv = ["--device=cpu", "--measure", "--gpu=h200", *SMALL, "--rounds=1"]
+    assert recompute_cost.main([*argv, f"--out={tmp_path / 'cost'}"]) == 0
+    rows = table(tmp_path / "cost.csv")
     assert [(r["backend"], r["seq_len"]) for r in rows] == [
-        ("naive", "16"), ("flash_v1", "16"), ("naive", "32"), ("flash_v1", "32"),
-    ]  # fmt: skip
-    assert all(r["status"] == "ok" and float(r["backward_ms"]) > 0 for r in rows)
+        (name, n) for n in ("16", "32") for name in ("naive", "flash_v1", "kept_p", "recomputed_p")
+    ]
+    for row in rows:
+        timed = row["backend"] in ("naive", "flash_v1")
+        assert row["status"] == ("ok" if timed else "model")
+        assert bool(row["backward_ms"]) == timed
     assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
     assert "flash_v1" in capsys.readouterr().out
+
+
+def test_without_a_gpu_the_model_of_every_backend_is_written(tmp_path, monkeypatch):
+    def measured(*_):
+        pytest.fail("measured")
+
+    monkeypatch.setattr(recompute_cost, "measured", measured)
+    argv = ["--gpu=h200", "--no-measure", f"--out={tmp_path / 'cost'}"]
+    assert recompute_cost.main(argv) == 0
+    rows = table(tmp_path / "cost.csv")
+    assert {(r["status"], r["gpu"], r["device"], r["forward_ms"]) for r in rows} == {
+        ("model", "H200", "", "")
+    }
+    last = {r["backend"]: r for r in rows if r["seq_len"] == "8192"}
+    # 32 heads, whole tiles: products of 2 N^2 D FLOPs, 2 forward and 4 or 5 backward.
+    product = 32 * 2 * 8192**2 * 64 / 1e9
+    for name, products in (("naive", 6), ("flash_v1", 7), ("kept_p", 6), ("recomputed_p", 7)):
+        assert float(last[name]["gflop"]) == pytest.approx(products * product)
+    assert last["recomputed_p"]["gbyte"] == last["flash_v1"]["gbyte"]
+    assert float(last["kept_p"]["gbyte"]) > float(last["recomputed_p"]["gbyte"])
+    assert (tmp_path / "cost.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "dtype"),
+    [
+        (["--no-measure"], "bf16"),
+        (["--measure", "--device=cpu"], "fp32"),
+        (["--measure", "--device=cpu", "--dtype=bf16"], "bf16"),
+    ],
+)
+def test_the_model_is_of_16_bits_where_no_cpu_is_timed(argv, dtype):
+    assert recompute_cost.parse(["--gpu=h200", *argv]).dtype == dtype
+
+
+def test_a_bad_gpu_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        recompute_cost.parse(["--gpu=tpu"])
+    assert "--gpu: no GPU 'tpu' in the table" in capsys.readouterr().err
