@@ -29,7 +29,11 @@ def _float32(t: Tensor) -> int:
 
 
 def _v1_backward(do: Tensor, q: Tensor, *rest: Any) -> int:
-    return _float32(q) + 4 * q.shape[:-1].numel()  # dq and D_i (flash_attention/v1/backward.py)
+    return _float32(q) + _v2_backward(do, q)  # dq (flash_attention/v1/backward.py)
+
+
+def _v2_backward(do: Tensor, q: Tensor, *rest: Any) -> int:
+    return 2 * 4 * q.shape[:-1].numel()  # D_i and 1 / l (flash_attention/delta.py)
 
 
 def _flash_backward(do: Tensor, q: Tensor, *rest: Any) -> int:
@@ -41,6 +45,7 @@ _SCRATCH = {
     # o in float32 (flash_attention/v1/forward.py)
     torch.ops.flash_attention.v1_forward.default: lambda q, *rest: _float32(q),
     torch.ops.flash_attention.v1_backward.default: _v1_backward,
+    torch.ops.flash_attention.v2_backward.default: _v2_backward,
     # gradient times result, in their own type
     torch.ops.aten._softmax_backward_data.default: lambda grad, *rest: grad.nbytes,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _flash_backward,
