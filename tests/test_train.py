@@ -451,6 +451,8 @@ def test_ctrl_c_is_interrupted(run, monkeypatch):
     finally:
         signal.signal(signal.SIGINT, before)  # Lightning ignores further ones
     assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
+    assert not list(Path(summary["run_dir"]).glob("checkpoints/*"))
+    assert summary["error"] == "stopped from outside, before the first checkpoint"
 
 
 def fail_at_validation(monkeypatch, error: BaseException) -> None:

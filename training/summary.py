@@ -117,6 +117,8 @@ class RunSummary:
         if self.values is self.earlier:
             return False
         status, message, code = outcome(error)
+        if status == "interrupted" and not (self.run_dir / "checkpoints" / CHECKPOINT).exists():
+            message = "stopped from outside, before the first checkpoint"
         measured = self._measured()
         if status == "oom" and "oom_where" not in measured:  # outside of the training
             device = torch.device(self.values.get("device") or "cpu")
@@ -171,8 +173,6 @@ class RunSummary:
             with suppress(OSError):
                 file.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
                 message = f"{message}\nThe full traceback is in {file}"
-        if status == "interrupted" and not (self.run_dir / "checkpoints" / CHECKPOINT).exists():
-            message = "stopped from outside, before the first checkpoint"
         if status == "oom" and self.values.get("oom_tried_bytes"):
             where = filter(None, (self.values["oom_where"], self.values["oom_frame"]))
             message = f"{message} (in {': '.join(where)})"
