@@ -4,6 +4,10 @@
 The names are not "flash_v1" and "flash_v2" because transformers loads a FlashAttention package for
 every name that has "flash" in it, whatever is registered under the name, and fails where it finds
 none. Grouped-query heads go to the kernel as they are.
+
+A model that computes attention by itself, whatever it is asked for (BLOOM, XGLM), takes only its
+mask from here. It would add that to its scores, so a mask has a type that PyTorch adds to nothing:
+such a model ends in PyTorch's error about Float8 in place of a wrong result.
 """
 
 from collections.abc import Callable
@@ -44,6 +48,10 @@ REFUSED = (
 )
 
 
+# A mask's type says what kind it is. No arithmetic takes these types.
+CAUSAL, BOTH_WAYS = torch.float8_e4m3fn, torch.float8_e5m2
+
+
 def mask(
     *,
     q_length: int,
@@ -55,15 +63,14 @@ def mask(
     allow_is_bidirectional_skip: bool = False,
     device: torch.device | str | None = None,
     **_: object,
-) -> Tensor | None:
+) -> Tensor:
     """A model's mask, as ``AttentionMaskInterface`` asks for it, for :func:`attend`.
 
     attention_mask: bool ``[B, Nk]``, False at padding.
 
-    Returns, for a causal mask, None where nothing is padding, else bool ``[B, Nk]``. A mask for
-    both ways is bool ``[B, 1, 1, Nk]``, or ``[1, 1, 1, 1]`` where nothing is padding: a model's
-    attention need not say that it looks both ways, or says that it is causal, and eager goes by the
-    mask.
+    Returns ``[B, 1, 1, Nk]``, 0 at padding, or ``[1, 1, 1, 1]`` where nothing is padding, of type
+    ``CAUSAL`` or ``BOTH_WAYS``: a model's attention need not say which it is, or says the wrong
+    one, and eager goes by the mask.
 
     Raises:
         ValueError: a mask that is neither causal nor of padding alone.
@@ -84,12 +91,10 @@ def mask(
         raise ValueError(
             f"attention_mask must cover all {kv_length} keys; got {attention_mask.shape[1]}"
         )
-    padded = attention_mask is not None and not attention_mask.all()
-    if allow_is_causal_skip:
-        return attention_mask if padded else None
-    if padded:
-        return attention_mask[:, None, None]
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+    kind = CAUSAL if allow_is_causal_skip else BOTH_WAYS
+    if attention_mask is not None and not attention_mask.all():
+        return attention_mask[:, None, None].to(kind)
+    return torch.ones(1, 1, 1, 1, device=device).to(kind)
 
 
 def attend(
@@ -107,9 +112,10 @@ def attend(
 ) -> tuple[Tensor, None]:
     """``function`` (flash_attention_v1 or v2) as ``AttentionInterface`` calls it.
 
-    query ``[B, H, Nq, D]``; key, value ``[B, Hkv, Nk, D]``; attention_mask: what :func:`mask` made.
-    Where that does not say both ways, is_causal decides, or else ``module.is_causal``. Dropout is
-    applied in training only. What padding tokens are given means nothing, as in eager.
+    query ``[B, H, Nq, D]``; key, value ``[B, Hkv, Nk, D]``; attention_mask: what :func:`mask` made,
+    or bool ``[B, Nk]``. Where no mask says whether attention is causal, is_causal does, or else
+    ``module.is_causal``. Dropout is applied in training only. What padding tokens are given means
+    nothing; eager gives them something else, so pad on the left to generate from their end.
 
     Returns o ``[B, Nq, H, D]`` and None for the weights, which are never formed.
 
@@ -122,10 +128,10 @@ def attend(
             raise ValueError(f"fa_v1 and fa_v2 do not take {name}; eager attention does")
     _check_window(sliding_window, key.shape[2])
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", None)
-    if attention_mask is not None and _says_both_ways(attention_mask):
-        causal = False
-        kept = attention_mask[:, 0, 0]
-        attention_mask = kept.expand(len(query), -1) if kept.numel() > 1 else None
+    if attention_mask is not None and attention_mask.dtype in (CAUSAL, BOTH_WAYS):
+        causal = attention_mask.dtype == CAUSAL
+        kept = attention_mask[:, 0, 0].bool()
+        attention_mask = kept.expand(len(query), -1) if attention_mask.numel() > 1 else None
     if causal is None:
         raise ValueError(
             "fa_v1 and fa_v2 must be told whether attention is causal: by the mask, by is_causal, "
@@ -144,11 +150,6 @@ def attend(
     else:
         o = _one_by_one(function, query, key, value, attention_mask, **options)
     return o.transpose(1, 2).contiguous(), None
-
-
-def _says_both_ways(attention_mask: Tensor) -> bool:
-    """Whether a mask is the same for every row and head."""
-    return attention_mask.dtype == torch.bool and attention_mask.shape[1:-1] == (1, 1)
 
 
 def _one_by_one(

@@ -63,7 +63,8 @@ def fold_into_batch(op: Callable, seed_at: int) -> Callable:
         moved = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
         if args[seed_at] is None:
             folded = [_fold(t, d, len(slices)) for t, d in zip(moved, in_dims, strict=True)]
-            outputs = [_unfold(o, len(slices)) for o in op(*folded)]
+            batch = moved[0].shape[0 if in_dims[0] is None else 1]
+            outputs = [o.unflatten(0, (len(slices), batch)) for o in op(*folded)]
         else:
             each = [
                 op(*(t if d is None else t[i] for t, d in zip(moved, in_dims, strict=True)))
@@ -80,7 +81,3 @@ def _fold(arg: object, dim: int | None, size: int) -> object:
     if not isinstance(arg, Tensor):
         return arg
     return (arg.expand(size, *arg.shape) if dim is None else arg).flatten(0, 1)
-
-
-def _unfold(t: Tensor, size: int) -> Tensor:
-    return t.unflatten(0, (size, t.shape[0] // size))

@@ -84,6 +84,16 @@ def test_nested_vmap_with_segments(attend, where):
 
 
 @pytest.mark.parametrize("where", DEVICES)
+def test_vmap_over_no_slices_is_empty(attend, where):
+    q, k, v = (make(where, 0, seed=seed) for seed in range(3))
+    got = vmap(attend)(q, k, v)
+    assert got.shape == vmap(naive)(q, k, v).shape == q.shape
+    one = make(where)
+    assert vmap(attend, in_dims=(0, None, None))(q, one, one).shape == q.shape
+    assert vmap(grad(loss_of(attend)))(q, k, v).shape == q.shape
+
+
+@pytest.mark.parametrize("where", DEVICES)
 def test_grad_vjp_and_jacrev_equal_those_of_naive(attend, where):
     q, k, v = make(where, heads=4), make(where, seed=1), make(where, seed=2)
     qkv = (q, k, v)

@@ -13,7 +13,7 @@ pytest.importorskip("transformers", "5.4")
 import transformers
 
 from flash_attention import naive_attention
-from flash_attention.transformers import attend, mask
+from flash_attention.transformers import BOTH_WAYS, attend, mask
 
 LLAMA = dict(
     vocab_size=50,
@@ -193,6 +193,36 @@ def test_a_mask_for_both_ways_counts_and_not_what_a_module_says(name, kind, padd
     torch.testing.assert_close(got[kept], want[kept], rtol=1e-4, atol=1e-5)
 
 
+OWN_ATTENTION = {
+    "Bloom": ("BloomModel", dict(hidden_size=32, n_layer=1, n_head=4)),
+    "XGLM": ("XGLMModel", dict(d_model=32, ffn_dim=32, num_layers=1, attention_heads=4)),
+    "MegatronBert": (
+        "MegatronBertModel",
+        dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4),
+    ),
+    "MPNet": (
+        "MPNetModel",
+        dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4),
+    ),
+}
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("kind", OWN_ATTENTION)
+def test_a_model_that_computes_attention_by_itself_gives_no_wrong_result(kind, padded):
+    """It would get a mask that is not meant for it: no causality, or padding that is seen."""
+    model, sizes = OWN_ATTENTION[kind]
+    config = getattr(transformers, f"{kind}Config")(vocab_size=50, **sizes)
+    build = getattr(transformers, model)._from_config
+    ids, kept = tokens(n=12), torch.ones(2, 12, dtype=torch.long)
+    kept[0, 8:] = 1 - padded
+    for batch in (1, 2):  # one entry's mask would fit any scores
+        inputs = dict(input_ids=ids[:batch], attention_mask=kept[:batch])
+        build(config, attn_implementation="eager").eval()(**inputs)
+        with pytest.raises((RuntimeError, ValueError), match=r"Float8|mask should be of size"):
+            build(config, attn_implementation="fa_v2").eval()(**inputs)
+
+
 def test_attention_that_nobody_calls_causal_or_not_is_refused():
     q = torch.zeros(2, 2, 8, 8)
     padding = torch.ones(2, 8, dtype=torch.bool)
@@ -206,7 +236,7 @@ def test_one_mask_for_all_of_a_batch_is_of_all_of_it():
     q, k, v = torch.randn(3, 3, 2, 9, 8, generator=torch.Generator().manual_seed(0))
     kept = torch.arange(9) < 5
     for function in _functions():
-        o, _ = attend(function, nn.Module(), q, k, v, kept[None, None, None])
+        o, _ = attend(function, nn.Module(), q, k, v, kept[None, None, None].to(BOTH_WAYS))
         want = naive_attention(q, k[:, :, :5], v[:, :, :5])
         torch.testing.assert_close(o, want.transpose(1, 2))
 
