@@ -41,6 +41,7 @@ from scripts.arguments import (
     present_device,
 )
 from scripts.attention_peers import peers
+from scripts.ending import ended
 from training.errors import fail
 from training.memory import is_out_of_memory
 from training.run_folder import replacing
@@ -351,4 +352,4 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

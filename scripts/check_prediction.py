@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from scripts import csv_file
 from scripts.arguments import beside, check_out, file_name
 from scripts.compare_runs import find_runs
+from scripts.ending import ended
 from training.cli import one_sentence
 from training.compose import composed
 from training.predict import predict_peak, with_changes
@@ -121,4 +122,4 @@ def write(rows: list[dict[str, str]], out: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

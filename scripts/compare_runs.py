@@ -13,6 +13,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from scripts.arguments import check_out
+from scripts.ending import ended
 from training.comparison import TABLES, print_report, write_report
 from training.plots import PLOTS
 from training.report import SUMMARY, read_rows
@@ -55,4 +56,4 @@ def _by_numbers(path: Path) -> list[tuple[int, str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

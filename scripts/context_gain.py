@@ -20,6 +20,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from scripts.arguments import beside, check_out, file_name
+from scripts.ending import ended
 from training.figures import plot_positions, plot_recall
 from training.positions import NAME as POSITIONS
 from training.report import read_rows
@@ -133,4 +134,4 @@ def positions_table(runs: dict[str, list[Row]]) -> Table:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

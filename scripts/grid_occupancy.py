@@ -28,6 +28,7 @@ from flash_attention.v1 import tables
 from scripts import csv_file, gpu_option
 from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
 from scripts.bench_attention import timed_call
+from scripts.ending import ended
 from training.run_folder import replacing
 
 HEADS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 132, 136, 160, 192, 224, 256, 264, 272, 320, 396, 528]
@@ -159,4 +160,4 @@ def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -40,6 +40,7 @@ from flash_attention.v1 import tables as v1_tables
 from flash_attention.v2 import tables
 from scripts import csv_file, gpu_option, io_plots, ncu
 from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.ending import ended
 from training.run_folder import replacing
 
 PARTS = ("lengths", "blocks", "l2")
@@ -430,4 +431,4 @@ def _giga(count: float | None) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

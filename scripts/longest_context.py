@@ -37,6 +37,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from scripts.arguments import check_out, fraction, positive, positive_number
+from scripts.ending import ended
 from training import report
 from training.cli import one_sentence
 from training.errors import ConfigError
@@ -352,4 +353,4 @@ class Search:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from scripts import csv_file
 from scripts.arguments import check_out, file_name, positive_number, unwritable
+from scripts.ending import ended
 from training.cli import one_sentence
 from training.compose import combinations, composed
 from training.console import console
@@ -122,4 +123,4 @@ def _column(key: str) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from scripts import csv_file
 from scripts.arguments import check_out, file_name, positive, present_device
+from scripts.ending import ended
 from training import memory
 from training.console import console
 from training.devices import versions
@@ -134,4 +135,4 @@ def measure(nanogpt: ModuleType, seq_len: int, args: argparse.Namespace) -> Row:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

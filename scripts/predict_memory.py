@@ -17,6 +17,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from scripts.arguments import positive
+from scripts.ending import ended
 from training.cards import CARDS, card_bytes
 from training.cli import one_sentence
 from training.memory_names import PARTS
@@ -94,4 +95,4 @@ def _aligned(table: list[list[str]]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

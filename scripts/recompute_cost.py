@@ -35,6 +35,7 @@ from scripts.arguments import (
     positive,
     present_device,
 )
+from scripts.ending import ended
 from training.run_folder import replacing
 from training.throughput import device_name
 
@@ -237,4 +238,4 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

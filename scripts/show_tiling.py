@@ -20,6 +20,7 @@ from flash_attention import gpus, tiling
 from flash_attention.v1 import tables
 from scripts import gpu_option
 from scripts.arguments import kernel_head_dim
+from scripts.ending import ended
 
 WHY = """\
 Why the tuned sizes differ from the paper's:
@@ -100,4 +101,4 @@ def budget(title: str, blocks: tiling.Blocks, items: list[tiling.Item], gpu: gpu
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))
