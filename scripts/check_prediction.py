@@ -11,6 +11,7 @@ peak_allocated_gib. Writes OUT.csv and OUT.md.
 
 import argparse
 import csv
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,12 @@ def of_runs(folder: Path) -> Iterator[tuple[str, Any, int]]:
             yield name, cfg, row["peak_allocated_bytes"]
 
 
+def _bytes(measured: str | float) -> int:
+    if not 0 < float(measured) < math.inf:
+        raise ValueError(f"a peak of {measured} is not a number of bytes above 0")
+    return int(float(measured))
+
+
 def of_table(file: Path) -> Iterator[tuple[str, Any, int | None]]:
     """Name, config and measured bytes of the rows of a CSV file that measured a GPU, or that ran
     out of its memory (None)."""
@@ -96,7 +103,7 @@ def of_table(file: Path) -> Iterator[tuple[str, Any, int | None]]:
             measured = row.get("peak_allocated_bytes") or (gib and float(gib) * GIB)
             if row.get("status") == "oom" or measured:
                 overrides = _overrides(row)
-                peak = None if row.get("status") == "oom" else int(float(measured))
+                peak = None if row.get("status") == "oom" else _bytes(measured)
                 yield " ".join(overrides), composed(overrides), peak
 
 

@@ -5,7 +5,6 @@ python scripts/compare_runs.py outputs/a outputs/b --out comparison
 """
 
 import argparse
-import json
 import re
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from scripts.arguments import check_out
 from scripts.ending import ended
+from training.cli import one_sentence
 from training.comparison import TABLES, print_report, write_report
 from training.plots import PLOTS
 from training.report import SUMMARY, read_rows
@@ -35,10 +35,8 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"DIR={folder} has no {SUMMARY} in or below it; give a run or a sweep")
         runs += [run for run in found if run not in runs]
     check_out(args.out, *(args.out / name for name in [*TABLES, *PLOTS]))
-    try:
+    with one_sentence():
         rows = read_rows(runs)
-    except json.JSONDecodeError as error:
-        parser.error(f"DIR holds a {SUMMARY} that is not JSON: {error}")
     write_report(rows, args.out)
     print_report(rows, args.out)
     return 0

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from scripts.arguments import beside, check_out, file_name
 from scripts.ending import ended
+from training.cli import one_sentence
 from training.figures import plot_positions, plot_recall
 from training.positions import NAME as POSITIONS
 from training.report import read_rows
@@ -33,7 +34,8 @@ Row = dict[str, Any]
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     folders = run_folders(args.folders)
-    rows = [row for row in read_rows(folders) if row["status"] == "ok"]
+    with one_sentence():
+        rows = [row for row in read_rows(folders) if row["status"] == "ok"]
     recall = [row for row in rows if row.get("recall_accuracy") is not None]
     positions = named([row for row in rows if row.get(POSITIONS) and "recall_lag" not in row])
     if not (recall or positions):

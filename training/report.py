@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from rich.table import Table
 from rich.text import Text
 
+from training.errors import ConfigError
 from training.run_folder import replacing
 from training.scaling import Scaling, scaling_of_peak, scaling_of_saved
 from training.units import in_gib
@@ -32,13 +33,16 @@ def read_rows(folders: Iterable[Path | str]) -> list[Row]:
     Added are ``folder`` (its name, after its parent's where numbers repeat), ``path``,
     ``overrides`` (its command line), ``peak_bytes`` (the peak allocated on a GPU, resident on a
     CPU) and ``saved_attention_bytes_per_sequence``; None when not measured.
+
+    Raises:
+        ConfigError: a summary.json that no run has written.
     """
     rows = []
     folders = list(map(Path, folders))
     names = [folder.name for folder in folders]
     repeated = len({_number(name) for name in names}) < len(names)
     for folder in folders:
-        row = json.loads((folder / SUMMARY).read_text(encoding="utf-8"))
+        row = _summary(folder / SUMMARY)
         row["folder"] = f"{folder.parent.name}/{folder.name}" if repeated else folder.name
         row["path"] = folder
         row["overrides"] = _overrides(folder)
@@ -46,6 +50,16 @@ def read_rows(folders: Iterable[Path | str]) -> list[Row]:
         row["saved_attention_bytes_per_sequence"] = _per_sequence(row)
         rows.append(row)
     return rows
+
+
+def _summary(file: Path) -> Row:
+    try:
+        row = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is not JSON ({error}); give folders of runs") from error
+    if not (isinstance(row, dict) and "status" in row):
+        raise ConfigError(f"{file} is no summary of a run; give folders of runs")
+    return row
 
 
 def _per_sequence(row: Row) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts import compare_runs
+from scripts import compare_runs, context_gain
 from training.plots import PLOTS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +52,17 @@ def test_a_folder_without_a_run_is_refused(runs, capsys):
     assert stop.value.code == 2
     assert f"DIR={runs / 'empty'} has no summary.json in or below it" in capsys.readouterr().err
     assert not (runs / "out").exists()
+
+
+@pytest.mark.parametrize("script", [compare_runs, context_gain])
+@pytest.mark.parametrize("bad", [b"[]", b"{", b"\xff\xfe", b'{"seq_len": 3}'])
+def test_a_summary_that_no_run_wrote_is_refused(runs, capsys, script, bad):
+    summary = runs / "alone" / "summary.json"
+    summary.write_bytes(bad)
+    with pytest.raises(SystemExit) as stop:
+        script.main([str(runs / "alone"), f"--out={runs / 'out'}"])
+    assert stop.value.code == 2
+    assert f"error: {summary} is " in capsys.readouterr().err
 
 
 def test_it_runs_as_a_file_from_anywhere(tmp_path):

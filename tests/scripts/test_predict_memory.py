@@ -156,3 +156,14 @@ def test_a_source_without_a_measured_gpu_is_refused(by_hand, tmp_path, capsys):
         with pytest.raises(SystemExit):
             check_prediction.main([str(tmp_path / source)])
         assert sentence in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("peak", ["inf", "-1", "nan"])
+def test_a_peak_that_no_gpu_can_have_is_refused(tmp_path, capsys, peak):
+    source = tmp_path / "points.csv"
+    source.write_text(f"attention,seq_len,peak_allocated_gib\nflash_v1,64,{peak}\n")
+    with pytest.raises(SystemExit) as stop:
+        check_prediction.main([str(source), f"--out={tmp_path / 'out'}"])
+    assert stop.value.code == 2
+    assert f"SOURCE={source}: a peak of {float(peak) * 2**30}" in capsys.readouterr().err
+    assert not (tmp_path / "out.csv").exists()
