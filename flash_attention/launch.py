@@ -1,14 +1,15 @@
 """Where a call runs, and what every kernel launch needs to know about its device."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_attention.tiling import Blocks
+from flash_attention.tiling import Blocks, padded_head_dim
 
 try:
     import triton
@@ -86,6 +87,36 @@ def descriptor(t: Tensor, rows: int, block_d: int):
     """A tensor map over ``[B, H, N, D]`` for tiles of ``rows`` rows of one head; beyond N and D a
     load gives 0 and nothing is stored."""
     return TensorDescriptor.from_tensor(t, [1, 1, rows, block_d])
+
+
+def sources(use_descriptors: bool, rows: int, *tensors: Tensor) -> Iterator:
+    """What a kernel loads tiles of ``rows`` rows from: tensor maps, or the tensors themselves."""
+    block_d = padded_head_dim(tensors[0].shape[-1])
+    return (descriptor(t, rows, block_d) if use_descriptors else t for t in tensors)
+
+
+def constants(
+    q: Tensor,
+    blocks: Blocks,
+    causal: bool,
+    dropout_p: float,
+    segment_ids: Tensor | None,
+) -> dict[str, Any]:
+    """What every attention kernel is compiled for."""
+    head_dim = q.shape[-1]
+    return dict(
+        CAUSAL=causal,
+        SEGMENTS=segment_ids is not None,
+        DROPOUT=dropout_p > 0.0,
+        HEAD_DIM=head_dim,
+        BLOCK_D=padded_head_dim(head_dim),
+        BLOCK_Q=blocks.block_q,
+        BLOCK_KV=blocks.block_kv,
+        ACC=triton_dtype(torch.promote_types(q.dtype, torch.float32)),
+        PRECISION=dot_precision(q.dtype),
+        num_warps=blocks.num_warps,
+        num_stages=blocks.num_stages,
+    )
 
 
 def triton_dtype(dtype: torch.dtype):

@@ -158,15 +158,12 @@ def backward(
     Returns dq, dk, dv like q, k, v. Scratch: dq in float32, D_i and 1 / l ``[B, H, Nq]``;
     with segment_ids, three numbers per K/V block.
     """
-    batch, heads, nq, head_dim = q.shape
+    batch, heads, nq, _ = q.shape
     kv_heads, nk = k.shape[1], k.shape[2]
     acc = m.dtype
     dq = launch.seq_major(q, acc, fill=0.0)
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
     row_delta, inv = delta(o, do, l)
-    shared = dict(
-        HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim), ACC=launch.triton_dtype(acc)
-    )
     col_blocks = triton.cdiv(nk, blocks.block_kv)
     splits = col_blocks if splits is None else min(splits, col_blocks)
     with launch.on_device(q):
@@ -178,9 +175,6 @@ def backward(
             *dq.stride(), *dk.stride(), *dv.stride(),
             batch * kv_heads, kv_heads, heads // kv_heads, nq, nk, splits,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
-            CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
-            ATOMIC=splits > 1, BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-            PRECISION=launch.dot_precision(q.dtype),
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages, **shared,
+            ATOMIC=splits > 1, **launch.constants(q, blocks, causal, dropout_p, segment_ids),
         )  # fmt: skip
     return launch.rounded(dq, q, scale), dk, dv

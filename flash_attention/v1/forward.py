@@ -136,7 +136,7 @@ def forward(
     Returns o like q, and m (base 2) and l ``[B, H, Nq]``. Scratch: o in float32;
     with segment_ids, three numbers per K/V block.
     """
-    batch, heads, nq, head_dim = q.shape
+    batch, heads, nq, _ = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
     # Line 2: O = 0, l = 0, m = -inf. O is kept in float32 however q is stored: it is rounded once
     # per K/V block, and half precision would lose what the online softmax gains.
@@ -156,10 +156,6 @@ def forward(
             launch.or_dummy(seed, q), *q.stride(), *k.stride(), *v.stride(), *o.stride(),
             batch * heads, heads, heads // k.shape[1], nq, k.shape[2], splits,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
-            CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
-            HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim),
-            BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-            ACC=launch.triton_dtype(acc), PRECISION=launch.dot_precision(q.dtype),
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            **launch.constants(q, blocks, causal, dropout_p, segment_ids),
         )  # fmt: skip
     return launch.rounded(o, q), m, l

@@ -251,14 +251,11 @@ def dk_dv(
 
     Returns dk, dv like k, v. Scratch: with segment_ids, three numbers per K/V block.
     """
-    batch, heads, nq, head_dim = q.shape
+    batch, heads, nq, _ = q.shape
     kv_heads, nk = k.shape[1], k.shape[2]
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
-    block_d = tiling.padded_head_dim(head_dim)
     use_descriptors = blocks.descriptors and launch.descriptors_fit(q, do)
-    q_src, do_src = (
-        launch.descriptor(t, blocks.block_q, block_d) if use_descriptors else t for t in (q, do)
-    )
+    q_src, do_src = launch.sources(use_descriptors, blocks.block_q, q, do)
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _dk_dv_kernel[(batch * kv_heads * triton.cdiv(nk, blocks.block_kv),)](
@@ -268,11 +265,8 @@ def dk_dv(
             batch * kv_heads, kv_heads, heads // kv_heads, nq, nk,
             blocks.heads_at_a_time or batch * kv_heads,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
-            CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
-            DESCRIPTORS=use_descriptors, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-            ACC=launch.triton_dtype(m.dtype), PRECISION=launch.dot_precision(q.dtype),
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            DESCRIPTORS=use_descriptors,
+            **launch.constants(q, blocks, causal, dropout_p, segment_ids),
         )  # fmt: skip
     return dk, dv
 
@@ -297,13 +291,10 @@ def dq(
 
     Returns dq like q. Scratch: with segment_ids, three numbers per Q block.
     """
-    batch, heads, nq, head_dim = q.shape
+    batch, heads, nq, _ = q.shape
     result = launch.seq_major(q, q.dtype)
-    block_d = tiling.padded_head_dim(head_dim)
     use_descriptors = blocks.descriptors and launch.descriptors_fit(k, v)
-    k_src, v_src = (
-        launch.descriptor(t, blocks.block_kv, block_d) if use_descriptors else t for t in (k, v)
-    )
+    k_src, v_src = launch.sources(use_descriptors, blocks.block_kv, k, v)
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_q)
         _dq_kernel[(batch * heads * triton.cdiv(nq, blocks.block_q),)](
@@ -313,10 +304,7 @@ def dq(
             batch * heads, heads, heads // k.shape[1], nq, k.shape[2],
             blocks.heads_at_a_time or batch * heads,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
-            CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
-            DESCRIPTORS=use_descriptors, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-            ACC=launch.triton_dtype(m.dtype), PRECISION=launch.dot_precision(q.dtype),
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            DESCRIPTORS=use_descriptors,
+            **launch.constants(q, blocks, causal, dropout_p, segment_ids),
         )  # fmt: skip
     return result

@@ -139,16 +139,13 @@ def forward(
     Returns o like q, and m (base 2) and l ``[B, H, Nq]``. Scratch: with segment_ids, three numbers
     per Q block.
     """
-    batch, heads, nq, head_dim = q.shape
+    batch, heads, nq, _ = q.shape
     acc = torch.promote_types(q.dtype, torch.float32)
     o = launch.seq_major(q, q.dtype)
     l = q.new_empty((batch, heads, nq), dtype=acc)
     m = torch.empty_like(l)
-    block_d = tiling.padded_head_dim(head_dim)
     use_descriptors = blocks.descriptors and launch.descriptors_fit(k, v)
-    k_src, v_src = (
-        launch.descriptor(t, blocks.block_kv, block_d) if use_descriptors else t for t in (k, v)
-    )
+    k_src, v_src = launch.sources(use_descriptors, blocks.block_kv, k, v)
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_q)
         _forward_kernel[(batch * heads * triton.cdiv(nq, blocks.block_q),)](
@@ -157,10 +154,7 @@ def forward(
             batch * heads, heads, heads // k.shape[1], nq, k.shape[2],
             blocks.heads_at_a_time or batch * heads,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),
-            CAUSAL=causal, SEGMENTS=segment_ids is not None, DROPOUT=dropout_p > 0.0,
-            DESCRIPTORS=use_descriptors, HEAD_DIM=head_dim, BLOCK_D=block_d,
-            BLOCK_Q=blocks.block_q, BLOCK_KV=blocks.block_kv,
-            ACC=launch.triton_dtype(acc), PRECISION=launch.dot_precision(q.dtype),
-            num_warps=blocks.num_warps, num_stages=blocks.num_stages,
+            DESCRIPTORS=use_descriptors,
+            **launch.constants(q, blocks, causal, dropout_p, segment_ids),
         )  # fmt: skip
     return o, m, l
