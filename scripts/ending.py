@@ -4,7 +4,8 @@ import errno
 import sys
 from collections.abc import Callable
 
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
+from training.errors import EXIT_FAILED, EXIT_INTERRUPTED
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -40,7 +40,7 @@ from scripts.arguments import check_out, fraction, positive, positive_number
 from scripts.ending import ended
 from training import report
 from training.cli import one_sentence
-from training.errors import ConfigError
+from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from training.longest_report import NAME, Row, notes, to_rich, write_plot, write_tables
 from training.longest_search import FAILED, FITS, Grid, Probe, answer, search, verdict
 from training.probe_process import ProbeRunner, ProbeStore
@@ -61,7 +61,6 @@ DECISIVE = (
     "compile",
     "deterministic",
 )
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 console = Console(highlight=False, soft_wrap=True, markup=False)
 
 

@@ -27,7 +27,7 @@ from training.cli import one_sentence
 from training.compose import combinations, composed
 from training.console import console
 from training.devices import resolve_hardware
-from training.errors import ConfigError
+from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from training.predict import with_changes
 from training.probe_process import ProbeRunner
 from training.signals import sigterm_interrupts
@@ -41,7 +41,6 @@ MEASURED = (
     "message",
     "device_name",
 )
-EXIT_FAILED, EXIT_INTERRUPTED = 1, 130
 Row = dict[str, Any]
 
 

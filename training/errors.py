@@ -3,7 +3,7 @@
 import sys
 from typing import NoReturn
 
-EXIT_BAD_INPUT = 2
+EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class ConfigError(ValueError):

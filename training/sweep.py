@@ -23,6 +23,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from training import report
 from training.comparison import print_report, write_report, write_tables
+from training.errors import EXIT_BAD_INPUT, EXIT_FAILED, EXIT_INTERRUPTED
 from training.report import SUMMARY
 from training.signals import sigterm_interrupts
 
@@ -31,9 +32,6 @@ POINT = "sweep_point.yaml"  # of a job's folder: the config its summary is of
 NO_POINT = ("run_dir", "output_dir", "resume", "logger", "sweep")  # keys that no result depends on
 # What is kept of an earlier sweep, by sweep.rerun.
 KEPT = {"failed": ("ok", "oom"), "oom": ("ok",), "all": ()}
-EXIT_FAILED = 1
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 STOP_GRACE_S = 30.0  # for an interrupted job to write its summary
 DRAIN_S = 5.0  # for the last output of a job that has ended
 WINDOWS = sys.platform == "win32"
