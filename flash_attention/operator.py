@@ -115,11 +115,14 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
         o, m, l = output
         ctx.save_for_backward(q, k, v, o, m, l, segment_ids, seed)
         ctx.mark_non_differentiable(m, l)
+        ctx.set_materialize_grads(False)  # of m and l they would be two [B, H, Nq] of zeros
 
     def differentiate(ctx, do, dm, dl):
+        no_others = (None,) * (2 + len(ctx.options))
+        if do is None:  # what followed o has no gradient for it
+            return None, None, None, *no_others
         q, k, v, o, m, l, segment_ids, seed = ctx.saved_tensors
-        grads = gradients(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options)
-        return *grads, *(None,) * (2 + len(ctx.options))
+        return *gradients(do, q, k, v, o, m, l, segment_ids, seed, *ctx.options), *no_others
 
     def refuse_double_backward(ctx, *grads):
         raise RuntimeError(

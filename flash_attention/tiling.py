@@ -38,6 +38,8 @@ class Blocks:
 
     def override(self, block_q: int | None, block_kv: int | None) -> "Blocks":
         """These blocks with the sizes the user set."""
+        if block_q is None and block_kv is None:
+            return self
         return replace(self, block_q=block_q or self.block_q, block_kv=block_kv or self.block_kv)
 
 

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_attention import naive_attention
 from tests.flash_attention.parity import make_inputs, results
@@ -30,6 +31,45 @@ def test_activation_checkpointing_replays_the_dropout_mask(flash, where):
     torch.manual_seed(3)
     got = results(checkpointed, q, k, v, do)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+class Made(TorchDispatchMode):
+    """The names of the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def test_backward_makes_no_gradients_of_the_statistics(flash):
+    """Autograd would fill in zeros for them, two tensors per call that nobody reads."""
+    q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device("cpu"))
+    q.requires_grad_()
+    o = flash(q, k, v)
+    with Made() as made:
+        torch.autograd.grad(o, q, do)
+    # The backward op alone: detach hands out the saved o, and allocates nothing.
+    assert len([name for name in made.names if name != "detach"]) == 1, made.names
+
+
+def test_an_output_whose_gradient_is_undefined_gives_none_to_the_inputs(flash):
+    class Undefined(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return None
+
+    q, k, v, _ = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device("cpu"))
+    q.requires_grad_()
+    o = Undefined.apply(flash(q, k, v))
+    assert torch.autograd.grad(o.sum(), q, allow_unused=True) == (None,)
 
 
 def test_the_output_of_a_transformer_needs_no_copy(flash):
