@@ -6,6 +6,9 @@
 nanoGPT's own ``model.py``: GPT-2 small with a vocabulary of 50,304, SDPA, its AdamW (fused on a
 GPU), gradients clipped to 1, bfloat16 autocast, torch.compile, random tokens. For each length, a
 step has --tokens tokens, or one sequence if that is longer. The median step counts.
+
+PyTorch chooses among SDPA's backends (on Hopper cuDNN before FlashAttention-2); --sdpa leaves it
+one.
 """
 
 import argparse
@@ -13,12 +16,14 @@ import importlib.util
 import statistics
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
 import torch
 from rich.progress import track
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
@@ -31,6 +36,11 @@ from training.devices import versions
 from training.throughput import device_name, synchronize
 
 VOCAB_SIZE = 50304  # GPT-2's 50,257 tokens, rounded up to a multiple of 64
+SDPA = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 WARMUP_STEPS = 3  # the first one compiles, and makes the optimizer's state
 
 
@@ -40,6 +50,7 @@ class Row:
 
     seq_len: int
     batch: int
+    sdpa: str
     parameters: int
     tokens_per_s: float
     peak_bytes: int
@@ -60,6 +71,12 @@ def main(argv: list[str] | None = None) -> int:
         "--steps", type=positive, default=10, help="timed steps of each length (default: 10)"
     )
     parser.add_argument(
+        "--sdpa",
+        choices=["any", *SDPA],
+        default="any",
+        help="the backend of SDPA (default: any, PyTorch's choice)",
+    )
+    parser.add_argument(
         "--device",
         type=present_device,
         default="cuda",
@@ -78,7 +95,8 @@ def main(argv: list[str] | None = None) -> int:
     model = load(args.folder)
     rows = []
     for seq_len in track(args.seq_lens, description="nanoGPT", console=console):
-        rows.append(measure(model, seq_len, args))
+        with sdpa_kernel(SDPA[args.sdpa]) if args.sdpa in SDPA else nullcontext():
+            rows.append(measure(model, seq_len, args))
         csv_file.write(args.out, rows)
         console.print(
             f"N={seq_len:,}  batch {rows[-1].batch}  {rows[-1].tokens_per_s:,.0f} tokens/s  "
@@ -126,6 +144,7 @@ def measure(nanogpt: ModuleType, seq_len: int, args: argparse.Namespace) -> Row:
     return Row(
         seq_len=seq_len,
         batch=batch,
+        sdpa=args.sdpa,
         parameters=sum(p.numel() for p in model.parameters()),
         tokens_per_s=batch * seq_len / statistics.median(seconds[WARMUP_STEPS:]),
         peak_bytes=peaks.get("allocated") or peaks["rss"],

@@ -5,6 +5,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from scripts import nanogpt_step
 
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 now = 0.0
+sdpa = []  # at each step, whether SDPA may choose its plain backend
 
 @dataclass
 class GPTConfig:
@@ -30,6 +32,7 @@ class GPT(torch.nn.Module):
 
     def forward(self, tokens, targets):
         assert tokens.shape == targets.shape and tokens.shape[1] == self.config.block_size
+        sdpa.append(torch.backends.cuda.math_sdp_enabled())
         assert torch.is_autocast_enabled("cpu") and torch.equal(tokens[:, 1:], targets[:, :-1])
         self.calls += 1
         global now
@@ -64,6 +67,16 @@ def test_each_length_has_the_tokens_asked_for_or_one_sequence(clone, tmp_path, m
         # The median: the steps that warm up do not count, nor does one that is slow.
         assert float(row["tokens_per_s"]) == pytest.approx(1000)
         assert (row["parameters"], row["device_name"]) == ("7", "cpu")
+
+
+@pytest.mark.parametrize(("given", "free"), [([], True), (["--sdpa", "flash"], False)])
+def test_sdpa_has_the_backend_asked_for(clone, tmp_path, given, free):
+    args = [str(clone), "--device=cpu", "--no-compile", "--steps=1", "--seq-lens=10"]
+    assert nanogpt_step.main([*args, f"--out={tmp_path / 'steps.csv'}", *given]) == 0
+    assert sys.modules["nanogpt_model"].sdpa == [free] * 4
+    assert torch.backends.cuda.math_sdp_enabled()  # afterwards as before
+    with open(tmp_path / "steps.csv", encoding="utf-8") as file:
+        assert {row["sdpa"] for row in csv.DictReader(file)} == {given[-1] if given else "any"}
 
 
 def test_a_folder_without_nanogpt_is_refused(tmp_path, capsys):
