@@ -4,16 +4,17 @@
     python scripts/bench_attention.py --backends flash_v1 sdpa_flash --no-causal
 
 All backends of one shape are timed in turns, round after round, so that a change of the device's
-clock meets all alike; the median over the rounds counts. Every output is compared with standard
-attention in float64 before it is timed. FLOP/s: a forward has 4 B H N^2 D FLOPs, half of it when
-causal, a backward 2.5 times as many, whatever a backend really spends.
+clock meets all alike; the median over the rounds counts. Times are the device's: it is kept busy
+while Python launches, as within a training step; how long that takes is a column of its own. Every
+output is compared with standard attention in float64 before it is timed. FLOP/s: a forward has
+4 B H N^2 D FLOPs, half of it when causal, a backward 2.5 times as many, whatever a backend really
+spends.
 """
 
 import argparse
 import os
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -42,13 +43,13 @@ from scripts.arguments import (
 )
 from scripts.attention_peers import peers
 from scripts.ending import ended
+from scripts.timing import cold_buffer, timed_call
 from training.errors import fail
 from training.memory import is_out_of_memory
 from training.run_folder import replacing
 from training.throughput import device_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-L2_BYTES = 256 * 2**20  # more than any GPU's: written between timings so that each starts cold
 CHECKED_ROWS = 256
 
 
@@ -66,6 +67,8 @@ class Row:
     status: str = "ok"
     forward_ms: float | None = None
     backward_ms: float | None = None
+    forward_launch_ms: float | None = None  # Python's share; on a CPU the same again
+    backward_launch_ms: float | None = None
     forward_tflops: float | None = None
     backward_tflops: float | None = None
     total_tflops: float | None = None
@@ -74,6 +77,12 @@ class Row:
     forward_vs_sdpa_flash: float | None = None  # and as PyTorch's FlashAttention-2
     backward_vs_sdpa_flash: float | None = None
     peak_mib: float | None = None
+
+    @property
+    def launch_ms(self) -> float | None:
+        if self.forward_launch_ms is None or self.backward_launch_ms is None:
+            return None
+        return self.forward_launch_ms + self.backward_launch_ms
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -159,8 +168,7 @@ def bench_shape(
     pairs = list(zip(rows, backends.values(), strict=True))
     try:
         tensors = inputs(rows[0], device)
-        cold_bytes = L2_BYTES if device.type == "cuda" else 0
-        cold = torch.empty(cold_bytes, dtype=torch.int8, device=device)
+        cold = cold_buffer(device)
     except RuntimeError as error:
         for row in rows:
             row.status = failure(error)
@@ -247,53 +255,36 @@ def interleave(
     """Fill in the median milliseconds of forward and backward of each backend that is ok so far.
 
     In each round every backend runs once, and only its own graph is alive; the first warms up. A
-    backend that fails, as one short of memory does, is left out from there on. cold: what is
-    written before each timing.
+    backend that fails, as one short of memory does, is left out from there on. cold: see
+    :func:`timed_call`.
     """
     q, k, v, do = tensors
-    times: dict[str, list[tuple[float, float]]] = {row.backend: [] for row, _ in backends}
+    timings: dict[str, list[tuple[float, ...]]] = {row.backend: [] for row, _ in backends}
     for r in range(rounds + 1):
         for row, attention in backends:
             if row.status != "ok":
                 continue
             try:
-                cold.zero_()
-                call = partial(attention, q, k, v, row.causal)
-                forward_ms, o = timed_call(call, q.device)
-                cold.zero_()
-                backward_ms, _ = timed_call(
-                    lambda o=o: torch.autograd.grad(o, (q, k, v), do), q.device
-                )
+                forward = timed_call(partial(attention, q, k, v, row.causal), cold)
+                grad = partial(torch.autograd.grad, forward.result, (q, k, v), do)
+                backward = timed_call(grad, cold)
             except Exception as error:
                 row.status = failure(error)
             else:
                 if r:
-                    times[row.backend].append((forward_ms, backward_ms))
-            o = None
+                    timings[row.backend].append((*forward[:2], *backward[:2]))
+            forward = grad = backward = None
     for row, _ in backends:
         if row.status == "ok":
-            pairs = zip(*times[row.backend], strict=True)
-            row.forward_ms, row.backward_ms = map(statistics.median, pairs)
-
-
-def timed_call(step: Callable, device: torch.device) -> tuple[float, object]:
-    """Milliseconds of one call on the device, and what it returned."""
-    if device.type != "cuda":
-        start = time.perf_counter()
-        result = step()
-        return 1e3 * (time.perf_counter() - start), result
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    result = step()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end), result
+            medians = map(statistics.median, zip(*timings[row.backend], strict=True))
+            row.forward_ms, row.forward_launch_ms, row.backward_ms, row.backward_launch_ms = medians
 
 
 def table(rows: list[Row]) -> Table:
     out = Table(title="TFLOP/s, and how many times as fast as others", title_justify="left")
     columns = "head dim,N,causal,backend,forward,backward,both"
-    columns += ",forward / naive,both / naive,forward / sdpa_flash,backward / sdpa_flash,peak MiB"
+    columns += ",forward / naive,both / naive,forward / sdpa_flash,backward / sdpa_flash"
+    columns += ",launch ms,peak MiB"
     for name in columns.split(","):
         out.add_column(name, justify="left" if name == "backend" else "right")
     for row in rows:
@@ -305,6 +296,7 @@ def table(rows: list[Row]) -> Table:
             row.total_vs_naive,
             row.forward_vs_sdpa_flash,
             row.backward_vs_sdpa_flash,
+            row.launch_ms,
             row.peak_mib,
         )
         shown = ["" if x is None else f"{x:.3g}" if x < 10 else f"{x:,.0f}" for x in numbers]

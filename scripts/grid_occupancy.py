@@ -14,6 +14,7 @@ import math
 import statistics
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,8 +28,8 @@ from flash_attention import flash_attention_v1, gpus, tiling
 from flash_attention.v1 import tables
 from scripts import csv_file, gpu_option
 from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
-from scripts.bench_attention import timed_call
 from scripts.ending import ended
+from scripts.timing import cold_buffer, timed_call
 from training.run_folder import replacing
 
 HEADS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 132, 136, 160, 192, 224, 256, 264, 272, 320, 396, 528]
@@ -105,10 +106,9 @@ def timed(row: Row, rounds: int) -> float:
     shape = (1, row.heads, row.seq_len, row.head_dim)
     q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device) for _ in range(3))
     splits = "auto" if row.q_splits == "auto" else int(row.q_splits)
-    times = [
-        timed_call(lambda: flash_attention_v1(q, k, v, q_splits=splits), device)[0]
-        for _ in range(rounds + 1)
-    ]
+    cold = cold_buffer(device)
+    call = partial(flash_attention_v1, q, k, v, q_splits=splits)
+    times = [timed_call(call, cold).ms for _ in range(rounds + 1)]
     return statistics.median(times[1:])
 
 

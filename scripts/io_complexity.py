@@ -26,6 +26,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,6 +42,7 @@ from flash_attention.v2 import tables
 from scripts import csv_file, gpu_option, io_plots, ncu
 from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
 from scripts.ending import ended
+from scripts.timing import cold_buffer, timed_call
 from training.run_folder import replacing
 
 PARTS = ("lengths", "blocks", "l2")
@@ -377,23 +379,20 @@ def timed(case: Case, rounds: int) -> list[float]:
 
 
 def _rounds(case: Case, rounds: int) -> list[list[float]]:
-    from scripts.bench_attention import L2_BYTES, timed_call
     from scripts.io_probe import attend, inputs
 
     device = torch.device("cuda")
     attention = attend(case.attention, case.block_q, case.block_kv)
     q, k, v, do = inputs(case.batch, case.heads, case.seq_len, case.head_dim, device)
-    cold = torch.empty(L2_BYTES, dtype=torch.int8, device=device)
+    cold = cold_buffer(device)
     times = []
     for _ in range(rounds):
-        cold.zero_()
-        ms, o = timed_call(lambda: attention(q, k, v, case.causal), device)
-        times.append([ms])
+        forward = timed_call(partial(attention, q, k, v, case.causal), cold)
+        times.append([forward.ms])
         if not case.kernel:
-            cold.zero_()
-            ms, _ = timed_call(lambda o=o: torch.autograd.grad(o, (q, k, v), do), device)
-            times[-1].append(ms)
-        o = None
+            grad = partial(torch.autograd.grad, forward.result, (q, k, v), do)
+            times[-1].append(timed_call(grad, cold).ms)
+        forward = grad = None
     return times
 
 
