@@ -44,8 +44,8 @@ from scripts.arguments import (
 from scripts.attention_peers import peers
 from scripts.ending import ended
 from scripts.timing import cold_buffer, timed_call
+from training import memory
 from training.errors import fail
-from training.memory import is_out_of_memory
 from training.run_folder import replacing
 from training.throughput import device_name
 
@@ -208,7 +208,7 @@ def inputs(row: Row, device: torch.device) -> tuple[Tensor, ...]:
 
 def failure(error: Exception) -> str:
     """The status of a backend that raised this: a peer may not take the shape or the device."""
-    return "out of memory" if is_out_of_memory(error) else f"refused: {type(error).__name__}"
+    return "out of memory" if memory.is_out_of_memory(error) else f"refused: {type(error).__name__}"
 
 
 def compare(rows: list[Row]) -> None:
@@ -242,11 +242,10 @@ def peak_mib(attention: Callable, q, k, v, do, causal: bool) -> float | None:
     if not q.is_cuda:
         return None
     torch.autograd.grad(attention(q, k, v, causal), (q, k, v), do)  # compiles, fills workspaces
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    memory.reset_peaks(q.device)
+    before = memory.current(q.device)
     torch.autograd.grad(attention(q, k, v, causal), (q, k, v), do)
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return (memory.peaks(q.device)["allocated"] - before) / 2**20
 
 
 def interleave(

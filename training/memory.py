@@ -9,6 +9,7 @@ Three different numbers are easily confused, so each has its own name here:
 On a CPU the peak resident set of the process takes the place of the last two.
 """
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
@@ -249,7 +250,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def reset_peaks(device: torch.device) -> None:
-    """Start the peaks anew: the highest values from here on are what ``peaks`` returns."""
+    """Start the peaks anew: the highest values from here on are what ``peaks`` returns.
+
+    What waits for the garbage collector goes first, or it would count, or go in between: the call
+    that compiles a Triton kernel leaves its tensors so.
+    """
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":

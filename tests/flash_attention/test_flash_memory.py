@@ -6,6 +6,7 @@ import torch
 from tests.flash_attention.parity import make_inputs, results
 from tests.flash_attention.versions import V2
 from tests.flash_attention.watch import Largest, enter_inside
+from training import memory
 
 OPTIONS = [
     dict(causal=False),
@@ -46,15 +47,15 @@ def test_the_largest_tensor_doubles_with_the_length(
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_the_peak_of_a_gpu_doubles_with_the_length(flash, options):
+    device = torch.device("cuda")
+
     def peak(n: int) -> int:
-        run = call(flash, n, 64, torch.device("cuda"), **options)
+        run = call(flash, n, 64, device, **options)
         run()  # compiles, and allocates what is allocated once
-        torch.cuda.synchronize()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        memory.reset_peaks(device)
+        before = memory.current(device)
         run()
-        torch.cuda.synchronize()
-        return torch.cuda.max_memory_allocated() - before
+        return memory.peaks(device)["allocated"] - before
 
     once, twice = peak(4096), peak(8192)
     assert 1.9 * once <= twice <= 2.1 * once

@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from models.loss import ChunkedLoss, FullLoss, chunk_size, cross_entropy, linear_cross_entropy
 from tests.models.live_bytes import LiveBytes
+from training import memory
 
 
 def test_it_is_the_mean_negative_log_probability():
@@ -323,12 +324,12 @@ def test_a_compiled_loss_makes_no_float32_logits():
     loss_fn(model, tokens).backward()  # compiles
     each = loss_fn.per_token(model, tokens)
     logits.grad = None
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    memory.reset_peaks(logits.device)
+    before = memory.current(logits.device)
     got = loss_fn(model, tokens)
     got.backward()
     # The gradient's two bytes per logit; a float32 copy of them would be four more.
-    assert torch.cuda.max_memory_allocated() - before < 3 * logits.numel()
+    assert memory.peaks(logits.device)["allocated"] - before < 3 * logits.numel()
     torch.testing.assert_close(got.double(), loss, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(each.mean().double(), loss, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(logits.grad.double(), grad, atol=1e-7, rtol=1e-2)
@@ -341,9 +342,9 @@ def test_more_than_two_to_the_31_logits_are_no_trouble():
     x = torch.randn(n, 16, device="cuda", generator=generator).requires_grad_()
     w = torch.randn(v, 16, device="cuda", generator=generator).requires_grad_()
     targets = torch.randint(v, (n,), device="cuda", generator=generator)
-    torch.cuda.reset_peak_memory_stats()
+    memory.reset_peaks(x.device)
     linear_cross_entropy(x, w, targets).backward()
-    assert torch.cuda.max_memory_allocated() < 4 * n * v / 2  # all logits: 8 GiB in float32
+    assert memory.peaks(x.device)["allocated"] < 4 * n * v / 2  # all logits: 8 GiB in float32
     last = slice(n - 5, n)
     p = (x[last].double() @ w.double().T).softmax(dim=-1)
     expected = (p - F.one_hot(targets[last], v)) @ w.double() / n

@@ -11,6 +11,7 @@ from models.lit_gpt import LitGPT
 from models.loss import ChunkedLoss, FullLoss
 from models.offload import HostOffload
 from models.optim import AdamWCosine
+from training import memory
 
 LAYERS = 4
 
@@ -238,18 +239,18 @@ def test_offloading_from_a_gpu_changes_no_gradient(make_gpt, dtype):
 @pytest.mark.gpu
 def test_peak_gpu_memory_falls_by_what_is_offloaded(make_gpt):
     tokens = gpu_tokens()
+    device = torch.device("cuda")
     peaks = []
     for settings in ({}, CHECKPOINTS, OFFLOAD):
         model = on_gpu(make_gpt, **settings)
         for _ in range(2):
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
+            torch.cuda.synchronize()  # what was offloaded is back
+            memory.reset_peaks(device)
+            before = memory.current(device)
             gpu_step(model, tokens)
         torch.cuda.synchronize()
-        peaks.append(torch.cuda.max_memory_allocated() - before)
+        peaks.append(memory.peaks(device)["allocated"] - before)
         del model
-        gc.collect()
     none, checkpoints, offload = peaks
     tokens_width = 4 * 4096 * 256
     # 36 width bytes a token in each of 8 layers; with checkpoints 4, and one block's.

@@ -25,10 +25,10 @@ def test_on_a_gpu_a_slow_launch_does_not_count():
         return x + 1
 
     timed_call(slow_to_launch, cold)  # loads the kernel
-    ms, launch_ms, result = timed_call(slow_to_launch, cold)
-    assert launch_ms >= 1
-    assert ms < 0.5
-    assert result[0] == 2
+    timings = [timed_call(slow_to_launch, cold) for _ in range(50)]
+    assert all(t.launch_ms >= 1 and t.result[0] == 2 for t in timings)
+    # Not of each: on a busy CPU some sleep longer than the lead.
+    assert min(t.ms for t in timings) < 0.5
 
 
 @pytest.mark.gpu

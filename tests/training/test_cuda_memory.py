@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from flash_attention import flash_attention_v1, flash_attention_v2
+from training import memory
 from training.cuda_memory import scratch
 
 OPS = torch.ops.flash_attention
@@ -36,18 +37,19 @@ def test_scratch_is_what_the_kernels_say_they_take(version, dtype, forward, back
 @pytest.mark.parametrize("version", VERSIONS)
 def test_scratch_is_what_a_gpu_allocates(version, dtype):
     attention, forward_op, backward_op = VERSIONS[version]
-    q, k, v = (torch.randn(1, 3, 4096, 64, device="cuda", dtype=dtype) for _ in range(3))
+    device = torch.device("cuda")
+    q, k, v = (torch.randn(1, 3, 4096, 64, device=device, dtype=dtype) for _ in range(3))
     q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
     do = torch.randn_like(q)
 
     def extra(step) -> int:
         """Bytes at the peak of the step besides what it returns."""
         step()  # compiles
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
+        memory.reset_peaks(device)
+        before = memory.current(device)
         kept = step()
-        extra = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-        assert torch.cuda.memory_allocated() > before
+        extra = memory.peaks(device)["allocated"] - memory.current(device)
+        assert memory.current(device) > before
         del kept
         return extra
 

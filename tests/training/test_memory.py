@@ -1,6 +1,7 @@
 """Bytes saved for backward, against closed forms and real runs; peaks; what counts as OOM."""
 
 import gc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -303,6 +304,21 @@ def test_peak_rss_rises_with_an_allocation_and_falls_after_a_reset():
     gc.collect()
     memory.reset_peaks(device)
     assert memory.peaks(device)["rss"] < with_block - 2**27
+
+
+def test_what_waits_for_the_garbage_collector_does_not_count_as_a_peak():
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+    gc.disable()
+    try:
+        gone = weakref.ref(Cycle())
+        assert gone() is not None
+        memory.reset_peaks(torch.device("cpu"))
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_the_peak_on_windows_is_that_of_the_working_set(monkeypatch):
