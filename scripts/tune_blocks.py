@@ -1,0 +1,342 @@
+"""Times launch configurations of the Triton kernels and prints the best as lines of their tables.
+
+    python scripts/tune_blocks.py v2_forward --head-dims 64 128 --out h200_v2_forward
+    python scripts/tune_blocks.py v1_forward v1_backward --grid block_kv=128,256 num_stages=1,2
+
+Kernels: v1_forward, v1_backward, v2_forward, v2_dk_dv, v2_dq; all without a name. Every combination
+of the grid and the table's own entry is compiled (in several processes), compared with PyTorch's
+attention at every length, and timed in turns with the others, all causal. What does not fit the GPU
+or is not right is left out. The best has the least geometric mean of its times over the lengths.
+
+--out writes PATH.csv, all candidates. The lines are printed, and the tables left as they are.
+"""
+
+import argparse
+import itertools
+import math
+import multiprocessing
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
+
+from flash_attention import launch, tiling
+from scripts import csv_file
+from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.ending import ended
+from scripts.timing import cold_buffer, timed_call
+from training.throughput import device_name
+
+if launch.triton is not None:
+    from flash_attention import v1, v2
+    from flash_attention.delta import delta
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# Relative error, in norm, beside PyTorch's result in the same dtype: each rounds P once or twice.
+BOUNDS = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-4}
+GRID = {
+    "block_q": [32, 64, 128],
+    "block_kv": [32, 64, 128],
+    "num_warps": [4, 8],
+    "num_stages": [2, 3],
+}
+V1_FORWARD = {**GRID, "block_kv": [64, 128, 256], "num_stages": [1, 2], "per_processor": [1, 2]}
+V2_GRID = {**GRID, "heads_at_a_time": [4], "descriptors": [False, True]}
+SHOWN = 8  # rows of the table for one kernel and head dim
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What kernels are called with, ``[B, H, N, D]`` and ``[B, H, N]``, and what is right."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    o: Tensor
+    m: Tensor
+    l: Tensor
+    row_delta: Tensor
+    inv: Tensor
+    right: dict[str, Tensor]  # o, dq, dk, dv
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``run(blocks, inputs)`` returns the tensors named ``returns``."""
+
+    table: dict[tuple[int, int], tiling.Blocks]
+    grid: dict[str, list[int]]
+    returns: tuple[str, ...]
+    run: Callable[[tiling.Blocks, Inputs], tuple[Tensor, ...]]
+
+
+@dataclass
+class Row:
+    """A candidate at one head dim. error: the largest of any length; ms by length."""
+
+    kernel: str
+    head_dim: int
+    blocks: tiling.Blocks
+    status: str = "ok"
+    error: float = 0.0
+    ms: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def mean_ms(self) -> float:
+        return math.exp(statistics.fmean(map(math.log, self.ms.values())))
+
+
+def kernels() -> dict[str, Kernel]:
+    """By name, all that can be tuned."""
+
+    def options(x: Inputs) -> dict:
+        scale = x.q.shape[-1] ** -0.5
+        return dict(causal=True, scale=scale, dropout_p=0.0, seed=None, segment_ids=None)
+
+    def v1_forward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
+        return v1.forward.forward(x.q, x.k, x.v, splits=None, blocks=blocks, **options(x))[:1]
+
+    def v1_backward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
+        given = (x.do, x.q, x.k, x.v, x.o, x.m, x.l)
+        return v1.backward.backward(*given, splits=None, blocks=blocks, **options(x))
+
+    def v2_forward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
+        return v2.forward.forward(x.q, x.k, x.v, blocks=blocks, **options(x))[:1]
+
+    def v2_backward(launcher: Callable, blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
+        given = (x.do, x.q, x.k, x.v, x.m, x.inv, x.row_delta)
+        result = launcher(*given, blocks=blocks, **options(x))
+        return result if isinstance(result, tuple) else (result,)
+
+    dk_dv, dq = (partial(v2_backward, f) for f in (v2.backward.dk_dv, v2.backward.dq))
+    gradients = ("dq", "dk", "dv")
+    return {
+        "v1_forward": Kernel(v1.tables.FORWARD, V1_FORWARD, ("o",), v1_forward),
+        "v1_backward": Kernel(v1.tables.BACKWARD, GRID, gradients, v1_backward),
+        "v2_forward": Kernel(v2.tables.FORWARD, V2_GRID, ("o",), v2_forward),
+        "v2_dk_dv": Kernel(v2.tables.DK_DV, V2_GRID, gradients[1:], dk_dv),
+        "v2_dq": Kernel(v2.tables.DQ, V2_GRID, gradients[:1], dq),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    known, device = kernels(), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = [
+        Row(name, head_dim, blocks)
+        for name in args.kernels
+        for head_dim in args.head_dims
+        for blocks in candidates(known[name], head_dim, args)
+    ]
+    compile_all(rows, args, device)
+    for head_dim in args.head_dims:
+        for n in args.seq_lens:
+            x = inputs(head_dim, n, args, device)
+            for name in args.kernels:
+                these = [r for r in rows if (r.kernel, r.head_dim) == (name, head_dim)]
+                measure(these, known[name], x, n, args)
+                if args.out:  # after each: a crash loses none of those before it
+                    write(rows, args, device)
+    Console(width=None if sys.stdout.isatty() else 100).print(table(rows, known, args))
+    print(f"{device_name(device)}, torch {torch.__version__}, {args.dtype}, causal")
+    for name in args.kernels:
+        for head_dim in args.head_dims:
+            row = best(rows, name, head_dim)
+            print(f"{name}: {line(row, args)}" if row else f"{name}, {head_dim}: none is right")
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    if launch.triton is None or not (torch.cuda.is_available() or launch.interpreting()):
+        parser.epilog = "Not here: it needs Triton and a CUDA GPU (or TRITON_INTERPRET=1)."
+    add = parser.add_argument
+    names = ["v1_forward", "v1_backward", "v2_forward", "v2_dk_dv", "v2_dq"]
+    add("kernels", nargs="*", metavar="KERNEL", help=f"some of {', '.join(names)}; default: all")
+    add("--head-dims", nargs="+", type=kernel_head_dim, default=[64, 128], metavar="D")
+    add("--seq-lens", nargs="+", type=positive, default=[1024, 4096, 16384], metavar="N")
+    add("--tokens", type=positive, default=16384, help="batch x seq_len (default: 16384)")
+    add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
+    add("--dtype", choices=DTYPES, default="bf16")
+    add("--grid", nargs="+", default=[], metavar="FIELD=V,V", help="other values of Blocks' fields")
+    add("--rounds", type=positive, default=10, help="timings of each (default: 10)")
+    workers = min(16, os.cpu_count() or 1)
+    add("--processes", type=positive, default=workers, help="that compile (default: %(default)s)")
+    add("--out", type=file_name, metavar="PATH", help="write PATH.csv")
+    args = parser.parse_args(argv)
+    if parser.epilog:
+        parser.error(parser.epilog)
+    args.kernels = args.kernels or names
+    if unknown := set(args.kernels) - set(names):
+        parser.error(f"{min(unknown)} is no kernel; give some of {', '.join(names)}")
+    args.grid = dict(_field(parser, text) for text in args.grid)
+    if args.out:
+        check_out(args.out, beside(args.out, ".csv"))
+    return args
+
+
+def _field(parser: argparse.ArgumentParser, text: str) -> tuple[str, list[int]]:
+    """A field of Blocks and its values."""
+    name, _, values = text.partition("=")
+    numbers = values.split(",")
+    if name not in {f.name for f in fields(tiling.Blocks)} or not all(map(str.isdecimal, numbers)):
+        known = ", ".join(f.name for f in fields(tiling.Blocks))
+        parser.error(f"--grid: {text}; give FIELD=NUMBER,NUMBER with a field of {known}")
+    numbers = [bool(int(n)) if name == "descriptors" else int(n) for n in numbers]
+    if name in ("block_q", "block_kv") and not set(numbers) <= set(tiling.BLOCK_SIZES):
+        parser.error(f"--grid: {text}; blocks have {', '.join(map(str, tiling.BLOCK_SIZES))} rows")
+    return name, numbers
+
+
+def candidates(kernel: Kernel, head_dim: int, args: argparse.Namespace) -> list[tiling.Blocks]:
+    """The table's entry, then the grid's combinations of the fields that the kernel has."""
+    own = tiling.tuned(kernel.table, head_dim, DTYPES[args.dtype].itemsize)
+    grid = {name: args.grid.get(name, values) for name, values in kernel.grid.items()}
+    made = [
+        tiling.Blocks(**dict(zip(grid, values, strict=True)))
+        for values in itertools.product(*grid.values())
+    ]
+    return list(dict.fromkeys([own, *made]))
+
+
+def inputs(head_dim: int, n: int, args: argparse.Namespace, device: torch.device) -> Inputs:
+    """Random tensors of a length, with the results of PyTorch's attention."""
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (max(1, args.tokens // n), max(1, args.width // head_dim), n, head_dim)
+    dtype = DTYPES[args.dtype]
+    q, k, v, do = (
+        torch.randn(shape, dtype=dtype, device=device, generator=generator) for _ in range(4)
+    )
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    o = F.scaled_dot_product_attention(*leaves, is_causal=True)
+    right = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True))
+    right["o"] = o = o.detach()
+    blocks = tiling.tuned(v2.tables.FORWARD, head_dim, dtype.itemsize)
+    options = dict(causal=True, scale=head_dim**-0.5, dropout_p=0.0, seed=None, segment_ids=None)
+    _, m, l = v2.forward.forward(q, k, v, blocks=blocks, **options)
+    row_delta, inv = delta(o, do, l)
+    return Inputs(q, k, v, do, o, m, l, row_delta, inv, right)
+
+
+def compile_all(rows: list[Row], args: argparse.Namespace, device: torch.device) -> None:
+    """Fill Triton's cache in several processes, and mark the candidates that do not fit."""
+    if device.type != "cuda":
+        return
+    jobs = [(row, argparse.Namespace(**{**vars(args), "tokens": 2048})) for row in rows]
+    with multiprocessing.get_context("spawn").Pool(min(args.processes, len(jobs))) as pool:
+        said = pool.imap(_compiled, jobs, chunksize=1)
+        said = track(said, "compiling", len(jobs), console=Console(stderr=True))
+        for row, status in zip(rows, said, strict=True):
+            row.status = status
+
+
+def _compiled(job: tuple[Row, argparse.Namespace]) -> str:
+    """Launch on two short sequences: all lengths that are multiples of 16 share the kernel."""
+    row, args = job
+    try:
+        x = inputs(row.head_dim, 1024, args, torch.device("cuda"))
+        kernels()[row.kernel].run(row.blocks, x)
+        torch.cuda.synchronize()
+    except Exception as error:
+        return type(error).__name__
+    return "ok"
+
+
+def measure(rows: list[Row], kernel: Kernel, x: Inputs, n: int, args: argparse.Namespace) -> None:
+    """Check and time the candidates that are ok so far, in turns, at one length."""
+    cold, times = cold_buffer(x.q.device), {id(row): [] for row in rows}
+    for row in rows:
+        if row.status == "ok":
+            try:
+                got = kernel.run(row.blocks, x)
+            except Exception as error:
+                row.status = type(error).__name__
+                continue
+            errors = [_error(t, x.right[name]) for t, name in zip(got, kernel.returns, strict=True)]
+            row.error = max(row.error, *errors)
+            row.status = "ok" if row.error <= BOUNDS[args.dtype] else "wrong"
+    right = [row for row in rows if row.status == "ok"]
+    what = f"timing {rows[0].kernel}, head dim {rows[0].head_dim}, N = {n}"
+    for _ in track(range(args.rounds), what, console=Console(stderr=True)):
+        for row in right:
+            times[id(row)].append(timed_call(partial(kernel.run, row.blocks, x), cold).ms)
+    for row in right:
+        row.ms[n] = statistics.median(times[id(row)])
+
+
+def _error(got: Tensor, right: Tensor) -> float:
+    error = float((got.float() - right.float()).norm() / right.float().norm())
+    return error if math.isfinite(error) else math.inf
+
+
+def ranked(rows: list[Row], name: str, head_dim: int) -> list[Row]:
+    """Those that are right at all lengths, the fastest first."""
+    these = [r for r in rows if (r.kernel, r.head_dim, r.status) == (name, head_dim, "ok")]
+    return sorted(these, key=lambda row: row.mean_ms)
+
+
+def best(rows: list[Row], name: str, head_dim: int) -> Row | None:
+    return next(iter(ranked(rows, name, head_dim)), None)
+
+
+def line(row: Row, args: argparse.Namespace) -> str:
+    """The entry as the tables have it: without what is default."""
+    blocks, default = row.blocks, tiling.Blocks(0, 0)
+    named = [f.name for f in fields(blocks) if not f.name.startswith("block")]
+    given = "".join(
+        f", {name}={getattr(blocks, name)}"
+        for name in named
+        if name in ("num_warps", "num_stages") or getattr(blocks, name) != getattr(default, name)
+    )
+    key = max(64, tiling.padded_head_dim(row.head_dim)), min(4, DTYPES[args.dtype].itemsize)
+    return f"{key}: Blocks({blocks.block_q}, {blocks.block_kv}{given}),"
+
+
+def table(rows: list[Row], known: dict[str, Kernel], args: argparse.Namespace) -> Table:
+    """The fastest of each kernel and head dim, with the table's entry (*) wherever it stands."""
+    lengths = [f"ms at {n:,}" for n in args.seq_lens]
+    out = Table("kernel", "D", "blocks", *lengths, "mean ms", "error", title="fastest first")
+    for name in args.kernels:
+        for head_dim in args.head_dims:
+            own = tiling.tuned(known[name].table, head_dim, DTYPES[args.dtype].itemsize)
+            for place, row in enumerate(ranked(rows, name, head_dim)):
+                if place < SHOWN or row.blocks == own:
+                    b = row.blocks
+                    text = f"{b.block_q} x {b.block_kv}, {b.num_warps} warps, {b.num_stages} st."
+                    text += ", maps" if "descriptors" in known[name].grid and b.descriptors else ""
+                    text += " *" if row.blocks == own else ""
+                    ms = [f"{row.ms[n]:.4f}" for n in args.seq_lens]
+                    mean, error = f"{row.mean_ms:.4f}", f"{row.error:.1e}"
+                    out.add_row(name, str(head_dim), text, *ms, mean, error)
+    return out
+
+
+def write(rows: list[Row], args: argparse.Namespace, device: torch.device) -> None:
+    def flat(row: Row) -> dict:
+        blocks = {f.name: int(getattr(row.blocks, f.name)) for f in fields(row.blocks)}
+        ms = {f"ms_{n}": row.ms.get(n) for n in args.seq_lens}
+        about = {"kernel": row.kernel, "head_dim": row.head_dim, **blocks}
+        return {**about, "status": row.status, "error": row.error, **ms}
+
+    shape = {"tokens": args.tokens, "width": args.width, "dtype": args.dtype}
+    about = {**shape, "device": device_name(device), **csv_file.software()}
+    csv_file.write(beside(args.out, ".csv"), [flat(row) for row in rows], about)
+
+
+if __name__ == "__main__":
+    sys.exit(ended(main))
