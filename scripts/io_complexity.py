@@ -40,7 +40,7 @@ from flash_attention import gpus, io_model, tiling
 from flash_attention.v1 import tables as v1_tables
 from flash_attention.v2 import tables
 from scripts import csv_file, gpu_option, io_plots, ncu
-from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
 from scripts.ending import ended
 from scripts.timing import cold_buffer, timed_call
 from training.run_folder import replacing
@@ -157,7 +157,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--attentions", nargs="+", choices=ATTENTIONS, metavar="NAME", help=default)
     add("--head-dim", type=kernel_head_dim, default=64, metavar="D")
     add("--heads", nargs="+", type=positive, help="lengths, blocks: one; l2: several")
-    add("--seq-lens", nargs="+", type=positive, metavar="N", help="lengths: several; else one")
+    add("--seq-lens", nargs="+", type=length, metavar="N", help="lengths: several; else one")
     add("--block-sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256], metavar="ROWS")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
     add("--rounds", type=positive, default=10, help="timings of each case (default: 10)")

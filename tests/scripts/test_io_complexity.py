@@ -182,6 +182,7 @@ def test_measured_rows_are_drawn(part, tmp_path):
     ("bad", "sentence"),
     [
         (["lengths", "--gpu=tpu"], "--gpu: no GPU 'tpu' in the table"),
+        (["lengths", "--seq-lens", "64", "100000000"], "give an integer from 1 to 1048576"),
         (["blocks", "--block-sizes", "48"], "--block-sizes: 48; give some of"),
         (["blocks", "--heads", "1", "2"], "--heads: blocks takes one number; got 1 2"),
         (["l2", "--seq-lens", "64", "128"], "--seq-lens: l2 takes one length; got 64 128"),
