@@ -141,10 +141,10 @@ def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
         scale = first.ms / first.work if first.ms else 1.0
         for i, splits in enumerate(("1", "auto")):
             line = [r for r in rows if (r.head_dim, r.q_splits) == (head_dim, splits)]
-            heads = [r.heads for r in line]
-            axis.plot(heads, [scale * r.work for r in line], f"C{i}:", label=f"{splits}, model")
+            heads, label = [r.heads for r in line], f"q_splits={splits}"
+            axis.plot(heads, [scale * r.work for r in line], f"C{i}:", label=f"{label}, model")
             if line[0].ms:
-                axis.plot(heads, [r.ms for r in line], f"C{i}o-", label=f"q_splits={splits}")
+                axis.plot(heads, [r.ms for r in line], f"C{i}o-", label=f"{label}, measured")
         for k in (1, tiling.tuned(tables.FORWARD, head_dim, 2).per_processor):
             axis.axvline(k * gpu.processors, color="grey", lw=1)
         axis.set(title=f"D = {head_dim}", xlabel="batch x heads")

@@ -210,6 +210,8 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from scripts.io_plots import plain_ticks
+
     panels = {"gflop": "GFLOP spent", "gbyte": "GB moved, model"}
     if any(row.total_ms is not None for row in rows):
         panels["total_ms"] = "ms"
@@ -226,6 +228,7 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axis.set(yscale="log", xlabel="N", ylabel=label)
+        plain_ticks(axis.yaxis)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     row = rows[0]
