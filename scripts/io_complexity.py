@@ -15,7 +15,8 @@ kernels of flash_v1 and flash_v2 alone. Inputs are bfloat16.
 V in flash_v1, of Q in flash_v2. The blocks that pass have 64 rows.
 
 The model has no cache. The processors ask L2 for what the model counts, plus what the compiler
-spills out of registers; DRAM is asked for what L2 does not hold. ncu empties the caches before each
+spills out of registers, less what programs of one head ask for together (flash_v2, few heads); DRAM
+is asked for what L2 does not hold. ncu empties the caches before each
 kernel (--cache-control none leaves them), and what a kernel leaves unwritten in L2 when it ends is
 not counted.
 """
