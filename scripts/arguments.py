@@ -13,6 +13,7 @@ from training.errors import fail
 from training.run_folder import check_replacing
 
 LARGEST_HEAD_DIM = 256  # of the tuned tables, and of the kernels
+LONGEST = 2**20  # tokens; the IO model walks all blocks of a sequence
 
 
 def positive(text: str) -> int:
@@ -31,6 +32,12 @@ def fraction(text: str) -> float:
 def kernel_head_dim(text: str) -> int:
     accepted = f"an integer from 1 to {LARGEST_HEAD_DIM}"
     return _number(text, int, lambda value: 1 <= value <= LARGEST_HEAD_DIM, accepted)
+
+
+def length(text: str) -> int:
+    """Tokens of a sequence that the IO model counts in seconds."""
+    accepted = f"an integer from 1 to {LONGEST}"
+    return _number(text, int, lambda value: 1 <= value <= LONGEST, accepted)
 
 
 def present_device(text: str) -> str:

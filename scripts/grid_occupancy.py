@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 from flash_attention import flash_attention_v1, gpus, tiling
 from flash_attention.v1 import tables
 from scripts import csv_file, gpu_option
-from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
 from scripts.ending import ended
 from scripts.timing import cold_buffer, timed_call
 from training.run_folder import replacing
@@ -80,7 +80,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--head-dims", nargs="+", type=kernel_head_dim, default=[64, 128], metavar="D")
     add("--heads", nargs="+", type=positive, default=HEADS, help="batch x heads")
-    add("--seq-len", type=positive, default=2048, metavar="N")
+    add("--seq-len", type=length, default=2048, metavar="N")
     add("--rounds", type=positive, default=10, help="timings of each (default: 10)")
     add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
@@ -141,10 +141,10 @@ def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:
         scale = first.ms / first.work if first.ms else 1.0
         for i, splits in enumerate(("1", "auto")):
             line = [r for r in rows if (r.head_dim, r.q_splits) == (head_dim, splits)]
-            heads = [r.heads for r in line]
-            axis.plot(heads, [scale * r.work for r in line], f"C{i}:", label=f"{splits}, model")
+            heads, label = [r.heads for r in line], f"q_splits={splits}"
+            axis.plot(heads, [scale * r.work for r in line], f"C{i}:", label=f"{label}, model")
             if line[0].ms:
-                axis.plot(heads, [r.ms for r in line], f"C{i}o-", label=f"q_splits={splits}")
+                axis.plot(heads, [r.ms for r in line], f"C{i}o-", label=f"{label}, measured")
         for k in (1, tiling.tuned(tables.FORWARD, head_dim, 2).per_processor):
             axis.axvline(k * gpu.processors, color="grey", lw=1)
         axis.set(title=f"D = {head_dim}", xlabel="batch x heads")

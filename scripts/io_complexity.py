@@ -15,7 +15,8 @@ kernels of flash_v1 and flash_v2 alone. Inputs are bfloat16.
 V in flash_v1, of Q in flash_v2. The blocks that pass have 64 rows.
 
 The model has no cache. The processors ask L2 for what the model counts, plus what the compiler
-spills out of registers; DRAM is asked for what L2 does not hold. ncu empties the caches before each
+spills out of registers, less what programs of one head ask for together (flash_v2, few heads); DRAM
+is asked for what L2 does not hold. ncu empties the caches before each
 kernel (--cache-control none leaves them), and what a kernel leaves unwritten in L2 when it ends is
 not counted.
 """
@@ -40,7 +41,7 @@ from flash_attention import gpus, io_model, tiling
 from flash_attention.v1 import tables as v1_tables
 from flash_attention.v2 import tables
 from scripts import csv_file, gpu_option, io_plots, ncu
-from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
 from scripts.ending import ended
 from scripts.timing import cold_buffer, timed_call
 from training.run_folder import replacing
@@ -49,6 +50,14 @@ PARTS = ("lengths", "blocks", "l2")
 ATTENTIONS = ("naive", "flash_v1", "flash_v2")
 PASSING_BLOCK = 64  # of "blocks"
 NCU_LIMIT_S = 240  # for all cases of one attention
+WHOLE = "whole calls with tuned blocks: forward of flash_v1 sets O, m, l first and rounds O last"
+ALONE = "forward kernels alone: that flash_v1 sets O, m, l first and rounds O last is not counted"
+LEFT_OUT = {  # of the table: what is the same in all rows, and what is least missed
+    "lengths": ("heads", "Br x Bc", "q_\nsplits", "spilled\nGB"),
+    "blocks": ("N", "heads", "FLOP\n/byte"),
+    "l2": ("N", "Br x Bc", "FLOP\n/byte"),
+}
+COUNTED = {"lengths": WHOLE, "blocks": ALONE, "l2": ALONE}
 
 
 @dataclass(frozen=True)
@@ -88,6 +97,7 @@ class Row:
     block_kv: int | None = None
     dq_block_q: int | None = None  # of the kernel that flash_v2 has for dQ
     dq_block_kv: int | None = None
+    q_splits: int | None = None  # of flash_v1's forward: programs that share the rows of a head
     flops: int | None = None
     model_read: int | None = None
     model_written: int | None = None
@@ -124,7 +134,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     todo = [(case, modelled(case, args.gpu)) for case in cases(args)]
     rows = [row for _, these in todo for row in these]
-    console = Console(width=None if sys.stdout.isatty() else 150)
+    console = Console(width=None if sys.stdout.isatty() else 100)
     if args.measure:
         measure(todo, rows, args)
     save(rows, args)
@@ -132,7 +142,8 @@ def main(argv: list[str] | None = None) -> int:
         with replacing(beside(args.out, f"_{args.part}.png")) as partial:
             io_plots.PLOTS[args.part](rows, args.gpu, partial)
     console.print(table(rows, args.part))
-    print(f"{args.gpu.name}; bytes in 10^9; L2 {args.gpu.l2 / gpus.MIB:.0f} MiB")
+    print(COUNTED[args.part])
+    print(f"{args.gpu.name}; GB: 10^9 bytes; L2 {args.gpu.l2 / gpus.MIB:.0f} MiB")
     failed = [row for row in rows if row.status not in ("model", "ok")]
     for row in failed:
         print(f"{row.attention} {row.direction}, N = {row.seq_len}: {row.status}")
@@ -157,7 +168,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--attentions", nargs="+", choices=ATTENTIONS, metavar="NAME", help=default)
     add("--head-dim", type=kernel_head_dim, default=64, metavar="D")
     add("--heads", nargs="+", type=positive, help="lengths, blocks: one; l2: several")
-    add("--seq-lens", nargs="+", type=positive, metavar="N", help="lengths: several; else one")
+    add("--seq-lens", nargs="+", type=length, metavar="N", help="lengths: several; else one")
     add("--block-sizes", nargs="+", type=int, default=[16, 32, 64, 128, 256], metavar="ROWS")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
     add("--rounds", type=positive, default=10, help="timings of each case (default: 10)")
@@ -255,6 +266,7 @@ def flash_v1(case: Case, row: Row, gpu: gpus.Gpu) -> list[io_model.Access]:
         return io_model.flash_backward(case.shape, *sizes, splits=-(-case.seq_len // sizes[1]))
     batch_heads = case.batch * case.heads
     splits = tiling.forward_splits(batch_heads, case.seq_len, blocks, gpu.processors)
+    row.q_splits = splits
     return io_model.flash_forward(case.shape, *sizes, splits)
 
 
@@ -400,26 +412,30 @@ def _rounds(case: Case, rounds: int) -> list[list[float]]:
 
 
 def table(rows: list[Row], part: str) -> Table:
+    """What fits into 100 columns; the CSV has all."""
     columns: dict[str, Callable[[Row], object]] = {
-        "attention": lambda r: r.attention,
-        "direction": lambda r: r.direction,
-        "heads": lambda r: r.heads,
+        "attention": lambda r: f"{r.attention} {r.direction}" if part == "lengths" else r.attention,
         "N": lambda r: f"{r.seq_len:,}",
+        "heads": lambda r: r.heads,
         "Br x Bc": lambda r: f"{r.block_q} x {r.block_kv}" if r.block_q else None,
-        "of dQ": lambda r: f"{r.dq_block_q} x {r.dq_block_kv}" if r.dq_block_q else None,
-        "model": lambda r: _giga(r.model),
-        "FLOP/byte": lambda r: r.intensity and f"{r.intensity:.0f}",
-        "bound": lambda r: r.bound,
-        "roofline ms": lambda r: r.roofline_ms and f"{r.roofline_ms:.3f}",
-        "to L2": lambda r: _giga(r.l2),
-        "spills": lambda r: _giga(r.spilled),
-        "to DRAM": lambda r: _giga(r.dram),
-        "DRAM / model": lambda r: f"{r.dram / r.model:.2f}" if r.dram and r.model else None,
+        "q_\nsplits": lambda r: r.q_splits,
+        "model\nGB": lambda r: _giga(r.model),
+        "FLOP\n/byte": lambda r: r.intensity and f"{r.intensity:.0f}",
+        "roof-\nline ms": lambda r: r.roofline_ms and f"{r.roofline_ms:.3f}",
+        "to L2\nGB": lambda r: _giga(r.l2),
+        "spilled\nGB": lambda r: _giga(r.spilled),
+        "to DRAM\nGB": lambda r: _giga(r.dram),
+        "DRAM\n/model": lambda r: f"{r.dram / r.model:.2f}" if r.dram and r.model else None,
         "ms": lambda r: r.ms and f"{r.ms:.3f}",
     }
-    out = Table(title=f"bytes moved: {part}", title_justify="left")
+    for name in LEFT_OUT[part]:
+        del columns[name]
+    row = rows[0]
+    same = {"blocks": f"N = {row.seq_len:,}, {row.heads} heads", "l2": f"N = {row.seq_len:,}"}
+    title = f"bytes moved: {part}, {same.get(part, f'{row.heads} heads')}, D = {row.head_dim}"
+    out = Table(title=title, title_justify="left")
     for name in columns:
-        out.add_column(name, justify="left" if name in ("attention", "direction") else "right")
+        out.add_column(name, justify="left" if name == "attention" else "right")
     for row in rows:
         out.add_row(*(str(f(row) or "") for f in columns.values()))
     return out

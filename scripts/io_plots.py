@@ -6,6 +6,7 @@ from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from flash_attention import gpus
 
@@ -23,9 +24,9 @@ def lengths(rows: list[Row], gpu: gpus.Gpu, path: Path) -> None:
             here = [r for r in rows if (r.attention, r.direction) == (name, direction)]
             _draw(axis, here, lambda r: r.seq_len, name)
         _powers_of_two(axis, {row.seq_len for row in rows})
-        axis.set(title=direction, xlabel="N", ylabel="bytes", yscale="log")
-    handles, labels = forward.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=9, fontsize=8)
+        axis.set(title=direction, xlabel="N", ylabel="GB", yscale="log")
+        plain_ticks(axis.yaxis, (1.0,))
+    _legend_below(figure, [forward], 9)
     _draw_roof(roof, rows, names, gpu)
     _finish(figure, f"bytes moved by attention, {_about(rows[0])}, {gpu.name}", path)
 
@@ -59,6 +60,8 @@ def _draw_roof(axis, rows: list[Row], names: list[str], gpu: gpus.Gpu) -> None:
                 axis.axvline(row.intensity, ymax=0.04, color=COLORS[name], lw=1)
     axis.set(xscale="log", yscale="log", title="roofline (ticks: the model's intensity)")
     axis.set(xlabel="FLOP per byte of DRAM", ylabel="TFLOP/s")
+    plain_ticks(axis.xaxis, (1.0,))
+    plain_ticks(axis.yaxis)
     axis.grid(alpha=0.3)
     if axis.get_legend_handles_labels()[0]:
         axis.legend(fontsize=8)
@@ -84,10 +87,12 @@ def blocks(rows: list[Row], gpu: gpus.Gpu, path: Path) -> None:
                     color=COLORS[name],
                     label=f"{name} {label}",
                 )
-    for axis, ylabel in ((moved, "bytes"), (times, "ms of the kernel")):
+    for axis, ylabel in ((moved, "GB"), (times, "ms of the kernel")):
         _powers_of_two(axis, {_staying(row) for row in rows})
         axis.set(xlabel="rows of the block that stays on the chip", ylabel=ylabel, yscale="log")
-        axis.legend(fontsize=8)
+    plain_ticks(moved.yaxis, (1.0,))
+    plain_ticks(times.yaxis)
+    _legend_below(figure, [moved, times], 5)
     title = f"forward kernels, N = {rows[0].seq_len:,}, {_about(rows[0])}"
     _finish(figure, f"{title}, {gpu.name}", path)
 
@@ -135,7 +140,7 @@ def _draw(axis, rows: list[Row], x: Callable[[Row], float], name: str) -> None:
     ):
         known = [row for row in rows if getattr(row, key)]
         if known:
-            values = [getattr(row, key) for row in known]
+            values = [getattr(row, key) / 1e9 for row in known]
             at = [x(row) for row in known]
             axis.plot(at, values, style, color=COLORS[name], label=f"{name} {label}")
 
@@ -144,6 +149,19 @@ def _powers_of_two(axis, ticks: set[float]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(sorted(ticks), [f"{tick:,.0f}" for tick in sorted(ticks)])
     axis.grid(alpha=0.3)
+
+
+def plain_ticks(axis, steps: tuple[float, ...] = (1.0, 2.0, 5.0)) -> None:
+    """Numbers in place of powers of ten on a logarithmic axis, at these steps of a decade."""
+    axis.set_major_locator(LogLocator(subs=steps))
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def _legend_below(figure: Figure, axes: list, columns: int) -> None:
+    """One legend under all panels, where it hides no point."""
+    handles = [handle for axis in axes for handle in axis.get_legend_handles_labels()[0]]
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8)
 
 
 def _about(row: Row) -> str:

@@ -32,6 +32,7 @@ from scripts.arguments import (
     check_out,
     file_name,
     kernel_head_dim,
+    length,
     positive,
     present_device,
 )
@@ -113,7 +114,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     gpu_option.add(parser)
     add = parser.add_argument
     add("--head-dim", type=kernel_head_dim, default=64, metavar="D")
-    add("--seq-lens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192])
+    add("--seq-lens", nargs="+", type=length, default=[1024, 2048, 4096, 8192])
     add("--tokens", type=positive, default=8192, help="batch x seq_len (default: 8192)")
     add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
@@ -209,6 +210,8 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    from scripts.io_plots import plain_ticks
+
     panels = {"gflop": "GFLOP spent", "gbyte": "GB moved, model"}
     if any(row.total_ms is not None for row in rows):
         panels["total_ms"] = "ms"
@@ -225,6 +228,7 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
         axis.set_xscale("log", base=2)
         axis.set_xticks(lengths, [f"{n:,}" for n in lengths])
         axis.set(yscale="log", xlabel="N", ylabel=label)
+        plain_ticks(axis.yaxis)
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     row = rows[0]

@@ -17,6 +17,7 @@ from scripts import arguments
         ("positive_number", ["0", "nan", "inf", "x"], "a number above 0"),
         ("fraction", ["1", "-0.1", "nan", "x"], "a number of at least 0 and below 1"),
         ("kernel_head_dim", ["0", "257", "x"], "an integer from 1 to 256"),
+        ("length", ["0", "1048577", "100000000", "x"], "an integer from 1 to 1048576"),
         ("file_name", ["", "/", ".."], "a path that ends in a name"),
     ],
 )
@@ -30,6 +31,7 @@ def test_what_is_not_accepted_is_named_beside_what_is(kind, bad, accepted):
 
 def test_the_limits_of_what_is_accepted():
     assert [arguments.kernel_head_dim(text) for text in ("1", "256")] == [1, 256]
+    assert [arguments.length(text) for text in ("1", "1048576")] == [1, 2**20]
     assert (arguments.positive("1"), arguments.fraction("0")) == (1, 0.0)
     assert arguments.positive_number("1e-3") == 1e-3
 

@@ -51,6 +51,12 @@ def test_measured_times_are_written_and_drawn(tmp_path, monkeypatch):
     assert float(row["tflops"]) == pytest.approx(4 * 2 * 2 * 1024**2 * 64 / 2e-3 / 1e12)
 
 
+def test_a_length_beyond_a_million_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        grid_occupancy.parse(["--gpu=h200", "--seq-len", "100000000"])
+    assert "'100000000' is not accepted; give an integer from 1 to" in capsys.readouterr().err
+
+
 def test_a_bad_gpu_is_refused(capsys):
     with pytest.raises(SystemExit):
         grid_occupancy.parse(["--gpu=tpu"])

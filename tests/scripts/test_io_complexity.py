@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from rich.console import Console
 
 from flash_attention import gpus, naive_attention, tiling
 from flash_attention.v2 import tables
@@ -42,6 +43,24 @@ def test_figure_2_twice_the_block_that_stays_is_half_the_passes():
     q = 32 * 8192 * 64 * 2
     assert (v2_64.model_read - q, v2_128.model_read - q) == (128 * 2 * q, 64 * 2 * q)
     assert v2_64.model_written == v2_128.model_written == q + 32 * 8192 * 2 * 4
+
+
+def test_a_whole_call_of_flash_v1_moves_o_twice_more_than_its_kernel(capsys):
+    """Before: O, m and l are set, in float32. After: O is read and written in 16 bits."""
+    argv = ["--gpu=h200", "--no-measure", "--attentions=flash_v1", "--seq-lens=8192"]
+    rows = []
+    for part in (["lengths"], ["blocks", "--block-sizes=256"]):
+        args = io_complexity.parse([*part, *argv])
+        rows.append(io_complexity.modelled(io_complexity.cases(args)[0], args.gpu)[0])
+        assert io_complexity.main([*part, *argv]) == 0
+        assert "sets O, m, l" in capsys.readouterr().out
+    whole, alone = rows
+    assert (whole.block_q, whole.block_kv) == (alone.block_q, alone.block_kv) == (64, 256)
+    # 32 heads of 128 row blocks, two programs on each of 132 processors: 8 x 32 = 256 of 264.
+    assert whole.q_splits == alone.q_splits == 8
+    o, row = 32 * 8192 * 64 * 4, 32 * 8192 * 4
+    assert whole.model_read - alone.model_read == o
+    assert whole.model_written - alone.model_written == (o + 2 * row) + o // 2
 
 
 def test_backward_of_flash_v2_has_the_blocks_of_both_its_kernels(monkeypatch):
@@ -169,19 +188,22 @@ def test_measured_rows_are_drawn(part, tmp_path):
     rows = []
     for case in io_complexity.cases(args):
         these = io_complexity.modelled(case, args.gpu)
-        io_complexity.fill(these, [[kernel(case.kernel or "a", 1e9)], BACKWARD], case.kernel)
+        io_complexity.fill(these, [[kernel(case.kernel or "a", 1e10)], BACKWARD], case.kernel)
         for row in these:
-            row.ms = 1.5
+            row.ms = 27.5
         rows += these
     io_plots.PLOTS[part](rows, args.gpu, tmp_path / "drawn.png")
     assert (tmp_path / "drawn.png").read_bytes().startswith(b"\x89PNG")
-    assert len(io_complexity.table(rows, part).rows) == len(rows)
+    table = io_complexity.table(rows, part)
+    assert len(table.rows) == len(rows)
+    assert Console(width=300).measure(table).maximum <= 100  # of a terminal: nothing is cut off
 
 
 @pytest.mark.parametrize(
     ("bad", "sentence"),
     [
         (["lengths", "--gpu=tpu"], "--gpu: no GPU 'tpu' in the table"),
+        (["lengths", "--seq-lens", "64", "100000000"], "give an integer from 1 to 1048576"),
         (["blocks", "--block-sizes", "48"], "--block-sizes: 48; give some of"),
         (["blocks", "--heads", "1", "2"], "--heads: blocks takes one number; got 1 2"),
         (["l2", "--seq-lens", "64", "128"], "--seq-lens: l2 takes one length; got 64 128"),

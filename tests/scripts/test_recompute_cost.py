@@ -142,6 +142,12 @@ def test_the_model_is_of_16_bits_where_no_cpu_is_timed(argv, dtype):
     assert recompute_cost.parse(["--gpu=h200", *argv]).dtype == dtype
 
 
+def test_a_length_beyond_a_million_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        recompute_cost.parse(["--gpu=h200", "--seq-lens", "100000000"])
+    assert "'100000000' is not accepted; give an integer from 1 to" in capsys.readouterr().err
+
+
 def test_a_bad_gpu_is_refused(capsys):
     with pytest.raises(SystemExit):
         recompute_cost.parse(["--gpu=tpu"])
