@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_attention import naive_attention
+from flash_attention import naive_attention, softmax
 from tests.flash_attention.parity import make_inputs, results
 
+KEY_PARTS = (slice(0, 7), slice(7, 64), slice(64, 100))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -31,6 +32,18 @@ def test_activation_checkpointing_replays_the_dropout_mask(flash, where):
     torch.manual_seed(3)
     got = results(checkpointed, q, k, v, do)
     assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("where", DEVICES)
+def test_calls_on_parts_of_the_keys_merge_into_the_whole(flash, where):
+    """Attention split over keys, as over the machines of a ring: o, m, l of each part, merged."""
+    q, k, v, _ = make_inputs(2, 4, 2, 40, 100, 16, torch.float32, torch.device(where))
+    parts = [flash(q, k[:, :, p], v[:, :, p], return_stats=True) for p in KEY_PARTS]
+    states = [softmax.State(m, l, o) for o, m, l in parts]
+    merged = softmax.merge(softmax.merge(states[2], states[0]), states[1])
+    torch.testing.assert_close(merged.o, naive_attention(q, k, v))
+    scores = (q @ k.repeat_interleave(2, 1).mT).double() / 4  # scale 16^-1/2
+    torch.testing.assert_close(merged.m + merged.l.log(), scores.logsumexp(-1).float())
 
 
 class Made(TorchDispatchMode):
