@@ -113,7 +113,9 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
     def save(ctx, inputs, output):
         q, k, v, segment_ids, seed, *ctx.options = inputs
         o, m, l = output
-        ctx.save_for_backward(q, k, v, o, m, l, segment_ids, seed)
+        saved = q, k, v, o, m, l, segment_ids, seed
+        ctx.save_for_backward(*saved)
+        ctx.save_for_forward(*saved)  # until forward ends; without it vmap cannot come to our jvp
         ctx.mark_non_differentiable(m, l)
         ctx.set_materialize_grads(False)  # of m and l they would be two [B, H, Nq] of zeros
 
@@ -156,7 +158,8 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
         check_knobs(deterministic, block_q, block_kv)
         if scale < 0.0:  # the op's scale is not: a row's maximum may be taken before scaling
             q, scale = -q, -scale
-        if not torch.compiler.is_compiling():
+        # torch.func's wrapped tensors cannot be asked for tangents; there the Function refuses.
+        if not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()):
             _refuse_forward_mode(name, q, k, v)
         seed = dropout.draw_seed(q.device) if dropout_p > 0.0 else None
         knobs = (deterministic, splits, block_q, block_kv)

@@ -81,7 +81,8 @@ def mask(
             "fa_v1 and fa_v2 take causal masks and padding; got another mask (packed position_ids, "
             "a prefix, blocks or a compiled cache)"
         )
-    _check_window(local_size, kv_length)
+    # Of a full sliding cache the first keys are gone: the tokens so far count.
+    _check_window(local_size, max(kv_length, q_offset + q_length), allow_is_causal_skip)
     if allow_is_causal_skip and q_offset + q_length != kv_length:
         raise ValueError(
             "fa_v1 and fa_v2 take caches that hold the tokens so far and no more; got "
@@ -126,7 +127,6 @@ def attend(
     for name in REFUSED:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             raise ValueError(f"fa_v1 and fa_v2 do not take {name}; eager attention does")
-    _check_window(sliding_window, key.shape[2])
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", None)
     if attention_mask is not None and attention_mask.dtype in (CAUSAL, BOTH_WAYS):
         causal = attention_mask.dtype == CAUSAL
@@ -137,6 +137,7 @@ def attend(
             "fa_v1 and fa_v2 must be told whether attention is causal: by the mask, by is_causal, "
             f"or by the module's is_causal; {type(module).__name__} has none"
         )
+    _check_window(sliding_window, key.shape[2], causal)
     options = dict(causal=causal, scale=scaling, dropout_p=dropout if module.training else 0.0)
     if attention_mask is None:
         o = function(query, key, value, **options)
@@ -167,11 +168,14 @@ def _one_by_one(
     )
 
 
-def _check_window(window: int | None, nk: int) -> None:
-    if window is not None and nk >= window:
+def _check_window(window: int | None, n: int, causal: bool) -> None:
+    """Refuses a window, or chunks, that hide one of n tokens from another. As transformers' masks
+    have it, a causal window counts the token itself; one that looks both ways does not."""
+    least = n if causal else n - 1
+    if window is not None and window < least:
         raise ValueError(
-            f"fa_v1 and fa_v2 have no sliding window or chunks: its size must be above the {nk} "
-            f"keys; got {window}"
+            f"fa_v1 and fa_v2 have no sliding window or chunks: for {n} tokens its size must be at "
+            f"least {least}; got {window}"
         )
 
 

@@ -51,6 +51,19 @@ from training.throughput import device_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKED_ROWS = 256
+# Of a backend's line, by name: the same in every plot, whatever it is drawn beside.
+COLORS = {
+    "naive": "tab:blue",
+    "flash_v1": "tab:orange",
+    "flash_v2": "tab:green",
+    "sdpa": "tab:red",
+    "sdpa_flash": "tab:purple",
+    "sdpa_cudnn": "tab:brown",
+    "sdpa_efficient": "tab:pink",
+    "flex": "tab:gray",
+    "fa3": "tab:olive",
+    "fa4": "tab:cyan",
+}
 
 
 @dataclass
@@ -314,6 +327,15 @@ def write(rows: list[Row], out: Path, device: torch.device) -> None:
         plot(rows, partial, device_name(device))
 
 
+def look(backend: str) -> dict[str, str | int]:
+    """Of a backend's line: its colour; flash_v1 with S splits is dashed and its points are S."""
+    base, _, splits = backend.partition("_q")
+    style = {"color": COLORS.get(base, "black")}
+    if splits:
+        return style | {"linestyle": "--", "marker": f"${splits}$", "markersize": 8}
+    return style | {"linestyle": "-", "marker": "o"}
+
+
 def plot(rows: list[Row], path: Path, title: str) -> None:
     """Forward + backward TFLOP/s over N, a panel for each head dim and mask."""
     import matplotlib
@@ -329,7 +351,12 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
         here = [row for row in rows if (row.head_dim, row.causal) == (head_dim, causal)]
         for name in dict.fromkeys(row.backend for row in here):
             line = [r for r in here if r.backend == name and r.total_tflops is not None]
-            axis.plot([r.seq_len for r in line], [r.total_tflops for r in line], "o-", label=name)
+            axis.plot(
+                [r.seq_len for r in line],
+                [r.total_tflops for r in line],
+                label=name,
+                **look(name),
+            )
         axis.set(title=f"head dim {head_dim}, {'causal' if causal else 'full'}", xlabel="N")
         axis.set_xscale("log", base=2)
         axis.grid(alpha=0.3)

@@ -44,7 +44,7 @@ from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
 from training.longest_report import NAME, Row, notes, to_rich, write_plot, write_tables
 from training.longest_search import FAILED, FITS, Grid, Probe, answer, search, verdict
 from training.probe_process import ProbeRunner, ProbeStore
-from training.run_folder import held, unusable
+from training.run_folder import held
 from training.signals import sigterm_interrupts
 from training.units import GIB, in_gib
 
@@ -82,10 +82,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         with one_sentence(), held(args.out, "--out"), sigterm_interrupts():
             return Search(variants, args).run()
-    except OSError as error:  # of the folder, or of a trial's: a disk that is full
-        print(f"error: {unusable(args.out, error, '--out')}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # says more than `ended` does
         print("stopped; the same command goes on from here", file=sys.stderr)
         return EXIT_INTERRUPTED
 

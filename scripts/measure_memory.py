@@ -21,13 +21,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 from omegaconf import DictConfig, OmegaConf
 
 from scripts import csv_file
-from scripts.arguments import check_out, file_name, positive_number, unwritable
+from scripts.arguments import check_out, file_name, positive_number
 from scripts.ending import ended
 from training.cli import one_sentence
 from training.compose import combinations, composed
 from training.console import console
 from training.devices import resolve_hardware
-from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError
+from training.errors import EXIT_FAILED, ConfigError
 from training.predict import with_changes
 from training.probe_process import ProbeRunner
 from training.signals import sigterm_interrupts
@@ -65,22 +65,13 @@ def main(argv: list[str] | None = None) -> int:
         points = [point(job) for job in combinations(args.overrides)]
     check_out(args.out, args.out)
     write(rows, args.out)
-    try:
-        with sigterm_interrupts():
-            for row in measure(points, args.limit):
-                rows.append(row)
-                write(rows, args.out)
-                peak = row["peak_allocated_bytes"]
-                said = f"{in_gib(peak)} GiB" if peak else row["message"]
-                console.print(
-                    f"{len(rows)}/{len(points)}  {row['overrides']}  {row['status']}  {said}"
-                )
-    except OSError as error:  # a disk that has become full
-        print(f"error: {unwritable(args.out, error, args.out)}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print(f"stopped; {len(rows)} of {len(points)} points are in {args.out}", file=sys.stderr)
-        return EXIT_INTERRUPTED
+    with sigterm_interrupts():
+        for row in measure(points, args.limit):
+            rows.append(row)
+            write(rows, args.out)
+            peak = row["peak_allocated_bytes"]
+            said = f"{in_gib(peak)} GiB" if peak else row["message"]
+            console.print(f"{len(rows)}/{len(points)}  {row['overrides']}  {row['status']}  {said}")
     console.print(f"{len(rows)} points in {args.out}")
     return EXIT_FAILED if any(row["status"] not in ("ok", "oom") for row in rows) else 0
 

@@ -14,6 +14,9 @@ import argparse
 import sys
 from pathlib import Path
 
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from scripts.arguments import positive
@@ -50,9 +53,9 @@ def main(argv: list[str] | None = None) -> int:
     with one_sentence():
         size = card_bytes(args.card)
         jobs = combinations(args.overrides)
-        configs = [composed(job) for job in jobs]
-        rows = [_row(cfg, size, 0 if args.no_longest else args.multiple) for cfg in configs]
-    table = _table(distinctions(jobs), rows, args.card, size)
+        names, configs = distinctions(jobs), [composed(job) for job in jobs]
+        rows = _rows(names, configs, size, 0 if args.no_longest else args.multiple)
+    table = _table(names, rows, args.card, size)
     print("peak of a training step on a GPU, in GiB")
     print(
         _aligned(table if len(jobs) > 1 else [list(line) for line in zip(*table, strict=True)][1:])
@@ -60,12 +63,27 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _row(cfg, size: int, multiple: int) -> dict[str, int]:
+def _rows(names: list[str], configs: list, size: int, multiple: int) -> list[dict[str, int]]:
+    """Of each config, under a progress bar on stderr where that is a terminal."""
     from training.predict import longest_that_fits, predict_peak
 
-    prediction = predict_peak(cfg)
-    row = {"peak": prediction.peak_bytes, **prediction.parts}
-    return row | ({"longest": longest_that_fits(cfg, size, multiple)} if multiple else {})
+    console = Console(stderr=True)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn()
+    rows = []
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        task = progress.add_task("", total=len(configs) * (2 if multiple else 1))
+        for name, cfg in zip(names, configs, strict=True):
+            progress.update(task, description=f"{name} peak".strip())
+            prediction = predict_peak(cfg)
+            rows.append({"peak": prediction.peak_bytes, **prediction.parts})
+            progress.advance(task)
+            if multiple:  # some ten more peaks
+                progress.update(task, description=f"{name} longest seq_len".strip())
+                rows[-1]["longest"] = longest_that_fits(cfg, size, multiple)
+                progress.advance(task)
+    return rows
 
 
 def _table(names: list[str], rows: list[dict[str, int]], card: str, size: int) -> list[list[str]]:

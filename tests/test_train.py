@@ -23,7 +23,7 @@ import train
 from training.cli import CONFIGS
 
 ROOT = CONFIGS.parent
-EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+EXPERIMENTS = sorted({path.stem for path in (CONFIGS / "experiment").glob("*.yaml")} - {"none"})
 GROUP_CHOICES = sorted(
     f"{path.parent.name}={path.stem}"
     for path in CONFIGS.glob("*/*.yaml")

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from training.memory import OUTSIDE, during_forward, part_of
 
+KEEP_INPUTS = ("attention", "mlp")  # parts that keep, for backward, what they are given
 ROUNDING = 512  # bytes: PyTorch's allocator on a GPU rounds every allocation up to these
 
 
@@ -21,7 +22,8 @@ class Ledger(TorchDispatchMode):
     """As a context: counts every storage from the operation that makes it to its last reference.
 
     Each belongs to the part of the model that ran when it was made, or to the one that it was moved
-    to. What backward makes belongs to the part whose forward it differentiates.
+    to: what attention and the MLPs are given is theirs, as they keep it for backward (q, k and v).
+    What backward makes belongs to the part whose forward it differentiates.
 
     Args:
         device_type: storages elsewhere do not count.
@@ -83,8 +85,11 @@ class Ledger(TorchDispatchMode):
     def watching(self, model: nn.Module) -> Iterator[None]:
         """Note, while the context lasts, which part of the model runs."""
 
-        def enter(module: nn.Module, *_):
-            self._inside.append(part_of(module, inside=self._inside[-1]))
+        def enter(module: nn.Module, inputs: tuple):
+            part = part_of(module, inside=self._inside[-1])
+            if part in KEEP_INPUTS and part != self._inside[-1]:
+                self._hand_over(inputs, part)
+            self._inside.append(part)
             self._turn()
 
         def leave(*_):
@@ -93,6 +98,11 @@ class Ledger(TorchDispatchMode):
 
         with during_forward(model, enter, leave):
             yield
+
+    def _hand_over(self, inputs: tuple, part: str) -> None:
+        for t in inputs:
+            if isinstance(t, Tensor) and t.untyped_storage()._cdata in self._owned:
+                self.move(t, part)
 
     def _turn(self) -> None:
         self._numbers.append(torch._C._autograd._get_sequence_nr())

@@ -4,6 +4,7 @@ GiB are 2**30 bytes. A cross marks what ran out of memory.
 """
 
 import csv
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Point = tuple[int, float]  # sequence length, value
+
+LEGEND_LINE = 0.2  # inches
 
 SAVED = "saved_attention_bytes_per_sequence"
 
@@ -54,9 +57,9 @@ def plot_memory(rows: list[Row]) -> "Figure":
     left.set_title("Saved for backward by attention, per sequence")
     on_gpu = any(row.get("peak_allocated_bytes") for row in rows)
     right.set_title("Peak allocated on the GPU" if on_gpu else "Peak resident memory (CPU)")
-    for axes in (left, right):
+    for axes, side in ((left, "left"), (right, "right")):
         _log_axes(axes, rows, "GiB")
-        _legend(axes)
+        _legend_below(axes, side)
     return figure
 
 
@@ -77,7 +80,7 @@ def plot_speed(rows: list[Row]) -> "Figure":
             axes.plot(missed, heights, "x", label=f"{label}: out of memory", **style)
     axes.set_title("Training speed")
     _log_axes(axes, rows, "tokens per second")
-    _legend(axes)
+    _legend_below(axes, "center")
     return figure
 
 
@@ -111,7 +114,11 @@ def plot_losses(rows: list[Row]) -> "Figure":
 
 
 def plot_parts(rows: list[Row]) -> "Figure":
-    """What each run's memory is made of: in GiB, with the measured peak, and in shares."""
+    """What each run's memory is made of: each part in GiB, on a log scale, and its share.
+
+    Left: a dot for each part, each at a height of its own, as parts may be equal, with the measured
+    peak; a cross is the sum of the parts of a run out of memory.
+    """
     shown = [
         (f"{label}, N = {row['seq_len']:,}", row)
         for label, runs in series(rows).items()
@@ -122,37 +129,43 @@ def plot_parts(rows: list[Row]) -> "Figure":
     left, right = figure.subplots(1, 2, sharey=True)
     total = [sum(row["memory_parts_bytes"].values()) for _, row in shown]
     names = [f"{name}: {in_gib(size)} GiB" for (name, _), size in zip(shown, total, strict=True)]
-    shown = [(name, row) for name, (_, row) in zip(names, shown, strict=True)]
+    heights = range(len(shown))
     start = [0.0] * len(shown)
     for index, part in enumerate(PARTS if shown else ()):
         size = [row["memory_parts_bytes"].get(part, 0) for _, row in shown]
-        style = {"color": f"C{index}", "height": 0.72}
-        gib, begin = [b / GIB for b in size], [b / GIB for b in start]
-        left.barh(names, gib, left=begin, label=PARTS[part], **style)
+        color = f"C{index}"
+        y = [i + 0.1 * (index - (len(PARTS) - 1) / 2) for i in heights]
+        gib = [b / GIB or math.nan for b in size]  # a log scale has no 0
+        left.plot(gib, y, "o", color=color, ms=6, label=PARTS[part])
         right.barh(
-            names,
+            heights,
             [100 * b / all for b, all in zip(size, total, strict=True)],
             left=[100 * b / all for b, all in zip(start, total, strict=True)],
-            **style,
+            color=color,
+            height=0.72,
         )
         start = [a + b for a, b in zip(start, size, strict=True)]
-    peaks = [(name, row) for name, row in shown if row["status"] == "ok" and row["peak_bytes"]]
-    if peaks:
-        on_gpu = any(row.get("peak_allocated_bytes") for _, row in peaks)
+    ok = [i for i, (_, r) in enumerate(shown) if r["status"] == "ok" and r["peak_bytes"]]
+    if ok:
+        on_gpu = any(shown[i][1].get("peak_allocated_bytes") for i in ok)
         label = "peak allocated (measured)" if on_gpu else "peak of the process (measured)"
-        x = [row["peak_bytes"] / GIB for _, row in peaks]
-        left.plot(x, [name for name, _ in peaks], "kD", ms=6, mfc="white", label=label)
-    missed = [(name, end / GIB) for (name, r), end in zip(shown, start, strict=True) if _oom(r)]
+        peaks = [shown[i][1]["peak_bytes"] / GIB for i in ok]
+        left.plot(peaks, ok, "kD", ms=6, mfc="white", label=label)
+    missed = [i for i, (_, row) in enumerate(shown) if _oom(row)]
     if missed:
-        style = {"color": "red", "ms": 10, "mew": 2.5, "clip_on": False, "zorder": 5}
-        left.plot(
-            [x for _, x in missed], [n for n, _ in missed], "x", label="out of memory", **style
-        )
-    left.set(title="Memory by part (counted)", xlabel="GiB", xlim=(0, None))
+        style = {"color": "black", "ms": 10, "mew": 2.5, "zorder": 1}
+        left.plot([total[i] / GIB for i in missed], missed, "x", label="out of memory", **style)
+    left.set(title="Memory by part (counted)", xlabel="GiB")
     right.set(title="Share of each part", xlabel="%", xlim=(0, 100))
-    left.invert_yaxis()  # shared: the first run on top
-    left.grid(alpha=0.3, axis="x")
     if shown:
+        left.set(xscale="log", ylim=(len(shown) - 0.5, -0.5))  # the first run on top
+        left.set_xlim(*_whole_steps(left.get_xlim(), digits=(1,)))  # to powers of 10
+        left.set_yticks(heights, names)
+        for i in heights[1:]:
+            left.axhline(i - 0.5, color="0.85", lw=0.8, label="_")
+        left.grid(alpha=0.3, axis="x")
+        left.minorticks_off()
+        left.xaxis.set_major_formatter(_tick)
         figure.legend(loc="outside lower center", ncols=5, fontsize=9)
     return figure
 
@@ -193,14 +206,21 @@ def _tick(value: float, _: int) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _legend(axes: "Axes") -> None:
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize=9)
+def _legend_below(axes: "Axes", side: str) -> None:
+    """Outside of the axes, where it hides no point, in room that the figure gains for it."""
+    handles, labels = axes.get_legend_handles_labels()
+    if handles:
+        figure, room = axes.figure, LEGEND_LINE * len(handles)
+        if not figure.legends:  # of two panels, both have as many lines, or nearly
+            figure.set_figheight(figure.get_figheight() + room)
+        figure.legend(handles, labels, loc=f"outside lower {side}", fontsize=9)
 
 
-def _whole_steps(limits: tuple[float, float]) -> tuple[float, float]:
-    """The limits widened to 1, 2 or 5 times a power of 10."""
-    steps = [d * 10.0**e for e in range(-12, 13) for d in (1, 2, 5)]
+def _whole_steps(
+    limits: tuple[float, float], digits: tuple[int, ...] = (1, 2, 5)
+) -> tuple[float, float]:
+    """The limits widened to a digit times a power of 10."""
+    steps = [d * 10.0**e for e in range(-12, 13) for d in digits]
     low = max((step for step in steps if step <= limits[0]), default=limits[0])
     high = min((step for step in steps if step >= limits[1]), default=limits[1])
     return low, high

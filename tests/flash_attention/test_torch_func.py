@@ -207,6 +207,14 @@ TRANSFORMS_WITHOUT_A_RULE = {
         lambda f, q: vmap(lambda t: jvp(f, (q,), (t,))[1])(q[None]),
         "no forward-mode derivative",
     ),
+    "jvp of vmap": (
+        lambda f, q: jvp(vmap(f), (q[None],), (q[None],)),
+        "no forward-mode derivative",
+    ),
+    "jvp of vmap of grad": (
+        lambda f, q: jvp(vmap(grad(lambda q: f(q).sum())), (q[None],), (q[None],)),
+        "no forward-mode derivative",
+    ),
     "hessian": (lambda f, q: hessian(lambda q: f(q).sum())(q), "no forward-mode derivative"),
     "grad of grad": (
         lambda f, q: grad(lambda q: grad(lambda q: f(q).sum())(q).sum())(q),
@@ -236,6 +244,8 @@ def test_dual_tensors_are_refused(attend):
     q = make("cpu")
     with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
         attend(q, forward_ad.make_dual(q, q), q)
+    with forward_ad.dual_level(), pytest.raises(RuntimeError, match="no forward-mode derivative"):
+        vmap(lambda k: attend(q, k, q))(forward_ad.make_dual(q[None], q[None]))
 
 
 @pytest.mark.parametrize("which", [1, 2])

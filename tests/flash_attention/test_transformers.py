@@ -62,6 +62,15 @@ BART = dict(
     max_position_embeddings=64,
     dropout=0.0,
 )
+MODERNBERT = dict(
+    vocab_size=50,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,  # the second has a window
+    num_attention_heads=2,
+    max_position_embeddings=64,
+    pad_token_id=0,
+)
 SPLINTER = BERT | dict(type_vocab_size=2)
 VISION = dict(
     hidden_size=32,
@@ -78,6 +87,11 @@ KINDS = {
     "bert": (transformers.BertForMaskedLM, transformers.BertConfig, BERT),
     "bart": (transformers.BartForConditionalGeneration, transformers.BartConfig, BART),
     "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, LLAMA),
+    "modernbert": (
+        transformers.ModernBertForMaskedLM,
+        transformers.ModernBertConfig,
+        MODERNBERT,
+    ),
     "splinter": (transformers.SplinterModel, transformers.SplinterConfig, SPLINTER),
     "vision": (
         transformers.Phi4MultimodalVisionModel,
@@ -269,17 +283,37 @@ def test_scaling_reaches_the_kernel():
         assert weights is None
 
 
-def test_a_window_that_no_token_looks_past_is_none():
-    ids = tokens()
-    got, want = (
-        build("mistral", name, sliding_window=N + 1)(ids).logits for name in ("fa_v2", "eager")
-    )
+# Sizes of a window: the least that hides nothing from N tokens, and what is one less.
+WINDOWS = {
+    "mistral": [dict(sliding_window=n) for n in (N, N - 1)],
+    "modernbert": [dict(local_attention=2 * n) for n in (N - 1, N - 2)],  # n to each side
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_window_that_no_token_looks_past_is_none(kind):
+    ids, (whole, _) = tokens(), WINDOWS[kind]
+    got, want = (build(kind, name, **whole).eval()(ids).logits for name in ("fa_v2", "eager"))
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_a_sliding_window_is_refused():
-    with pytest.raises(ValueError, match=f"no sliding window.*above the {N} keys; got 5"):
-        build("mistral", "fa_v2", sliding_window=5)(tokens())
+@pytest.mark.parametrize("kind", WINDOWS)
+def test_a_window_that_hides_one_key_is_refused(kind):
+    ids, (whole, narrow) = tokens(), WINDOWS[kind]
+    wide, less = (build(kind, "eager", **w).eval()(ids).logits for w in (whole, narrow))
+    assert not torch.allclose(wide, less, rtol=1e-4, atol=1e-5)  # it is not none
+    with pytest.raises(ValueError, match=rf"no sliding window.* for {N} tokens its size must be"):
+        build(kind, "fa_v2", **narrow)(ids)
+
+
+def test_generation_stops_where_the_window_hides_the_first_token():
+    options = dict(do_sample=False, min_new_tokens=1)
+    ids, model = tokens(), build("mistral", "fa_v2", sliding_window=N + 2).eval()
+    eager = build("mistral", "eager", sliding_window=N + 2).eval()
+    got, want = (m.generate(ids, max_new_tokens=3, **options) for m in (model, eager))
+    assert torch.equal(got, want)  # the last token's query is the one before it
+    with pytest.raises(ValueError, match=rf"for {N + 3} tokens its size .* got {N + 2}"):
+        model.generate(ids, max_new_tokens=4, **options)
 
 
 def test_packed_position_ids_are_refused():

@@ -2,8 +2,10 @@
 
 import csv
 import io
+import sys
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -237,3 +239,42 @@ def test_the_plot_shows_every_point_of_every_panel(tmp_path, monkeypatch):
         assert all(low <= y <= high for line in axis.lines for y in line.get_ydata())
     monkeypatch.undo()
     plt.close("all")
+
+
+@pytest.fixture
+def drawn(tmp_path, monkeypatch):
+    """Backend -> (colour, dashes, marker) of its line in a plot of these backends."""
+    import matplotlib.pyplot as plt
+
+    def draw(names):
+        rows = [
+            bench_attention.Row(name, 64, n, True, 1, 1, "bf16", total_tflops=1.0)
+            for name in names
+            for n in (1024, 2048)
+        ]
+        bench_attention.plot(rows, tmp_path / "bench.png", "a device")
+        lines = plt.gcf().axes[0].lines
+        return {s.get_label(): (s.get_color(), s.get_linestyle(), s.get_marker()) for s in lines}
+
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    yield draw
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def test_no_two_backends_of_a_plot_look_alike(drawn, monkeypatch):
+    for module in ("flash_attn_interface", "flash_attn.cute"):  # as if they were installed
+        monkeypatch.setitem(sys.modules, module, SimpleNamespace(flash_attn_func=naive_attention))
+    args = bench_attention.parse([*SMALL, "--q-splits", "auto", "1", "2", "16"])
+    args.device = "cuda"
+    looks = drawn(bench_attention.available(args))
+    assert {"fa3", "fa4", "flash_v1_q16"} <= looks.keys()
+    assert len({*looks.values()}) == len(looks) == 13
+    colors = {color for name, (color, *_) in looks.items() if "_q" not in name}
+    assert len(colors) == 10
+
+
+def test_a_backend_looks_the_same_whatever_it_is_drawn_beside(drawn):
+    many = drawn(["naive", "flash_v1", "flash_v1_q1", "flash_v2", "sdpa_flash", "flex"])
+    few = drawn(["flex", "flash_v1_q1", "naive"])
+    assert few == {name: many[name] for name in few}

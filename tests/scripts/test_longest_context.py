@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from scripts import longest_context
+from scripts.ending import ended
 from scripts.longest_context import make_variants, parse
 from training import predict
 from training.probe_process import ProbeRunner
@@ -300,13 +301,14 @@ def test_a_folder_that_another_search_holds_is_said_to_be_out_s(tmp_path, capsys
     assert "is in use by another run; give another --out\n" in capsys.readouterr().err
 
 
-def test_a_disk_that_becomes_full_is_said_to_be_out_s(tmp_path, capsys, monkeypatch):
+def test_a_disk_that_becomes_full_is_one_sentence(tmp_path, capsys, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(longest_context.Search, "run", full)
-    assert longest_context.main(["attention=naive", f"--out={tmp_path}"]) == 1
-    assert "(No space left on device); give another --out\n" in capsys.readouterr().err
+    assert ended(lambda: longest_context.main(["attention=naive", f"--out={tmp_path}"])) == 1
+    said = "error: no room (No space left on device); make some and run again\n"
+    assert capsys.readouterr().err == said
 
 
 def test_caps_are_gib_and_none():

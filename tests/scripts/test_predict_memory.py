@@ -61,6 +61,23 @@ def test_lists_of_values_make_a_row_for_each_combination(by_hand, capsys):
     assert not any("longest" in heading for heading in headings)
 
 
+def test_on_a_terminal_a_bar_says_what_is_worked_out_and_goes(by_hand, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes stderr for a terminal
+    assert predict_memory.main(["seq_len=1024,2048"]) == 0
+    said = capsys.readouterr()
+    assert "seq_len=2048 longest seq_len" in said.err
+    assert "━" in said.err
+    assert said.err.endswith("\x1b[2K")  # the bar's line is erased
+    assert "━" not in said.out
+
+
+def test_in_a_file_there_is_no_bar(by_hand, monkeypatch, capsys):
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert predict_memory.main(["seq_len=1024,2048"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_card_has_a_name(by_hand, capsys):
     assert predict_memory.main(["--card=rtx4090", "--multiple=1024"]) == 0
     (label,) = (row[0] for row in printed(capsys) if "longest" in row[0])

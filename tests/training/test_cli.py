@@ -127,6 +127,21 @@ def test_what_a_run_can_use_is_not_refused(arguments, monkeypatch):
     cli.check_overrides(arguments)
 
 
+DEFAULTS = [
+    f"{group}={'null' if choice is None else choice}"
+    for default in OmegaConf.load(cli.CONFIGS / "train.yaml").defaults
+    if default != "_self_"
+    for group, choice in default.items()
+]
+
+
+@pytest.mark.parametrize("default", DEFAULTS)
+def test_every_default_choice_can_be_typed_and_changes_nothing(default, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", default])
+    cli.check_overrides([default])
+    assert composed(default) == composed()
+
+
 def test_launch_refuses_such_an_override_before_hydra_sees_it(monkeypatch, capsys):
     monkeypatch.setenv(cli.OURS, "1")
     monkeypatch.setenv(cli.TRACEBACK, "1")

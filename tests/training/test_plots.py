@@ -1,5 +1,7 @@
 """What each plot shows: lines, crosses, bars and their names."""
 
+import math
+
 import pytest
 
 from training import plots
@@ -109,25 +111,66 @@ def test_losses_are_those_of_each_runs_metrics(make_run, drawn):
     assert losses == {"naive, N = 64": [(1, 5.5), (2, 4.25)]}
 
 
-def test_parts_are_stacked_to_their_sum_and_to_100_percent(make_run):
-    parts = {"parameters": GIB, "gradients": GIB, "optimizer": 2 * GIB, "attention": 4 * GIB}
+@pytest.fixture
+def parts(make_run):
+    """The plot of a short run and of one at which memory ran out."""
+    short = {"parameters": GIB // 64, "gradients": GIB // 64, "optimizer": GIB // 32}
+    long = {"parameters": GIB, "gradients": GIB, "optimizer": 2 * GIB, "attention": 508 * GIB}
     rows = read_rows(
         [
-            make_run(0, seq_len=64, memory_parts_bytes=parts, peak_rss_bytes=9 * GIB),
-            make_run(1, seq_len=128, memory_parts_bytes=parts, status="oom"),
+            make_run(0, seq_len=64, memory_parts_bytes=short, peak_rss_bytes=GIB // 8),
+            make_run(1, seq_len=4096, memory_parts_bytes=long, status="oom"),
         ]
     )
-    figure = plot_parts(rows)
-    left, right = figure.axes
-    for axes, unit in ((left, 1), (right, 12.5)):
-        first = [bars[0] for bars in axes.containers]  # of the first run
-        assert [bar.get_width() for bar in first] == [x * unit for x in (1, 1, 2, 4, 0, 0, 0)]
-        assert [bar.get_x() for bar in first] == [x * unit for x in (0, 1, 2, 4, 8, 8, 8)]
-    lines = {line.get_label(): line for line in left.get_lines()}
-    assert list(lines["peak of the process (measured)"].get_xdata()) == [9]
-    assert list(lines["out of memory"].get_ydata()) == ["naive, N = 128: 8.000 GiB"]
-    names = {text.get_text() for text in figure.legends[0].get_texts()}
+    return plot_parts(rows)
+
+
+def test_every_part_is_a_point_at_its_bytes(parts):
+    axes = parts.axes[0]
+    lines = {line.get_label(): line for line in axes.get_lines()}
+    assert [text.get_text() for text in axes.get_yticklabels()] == [
+        "naive, N = 64: 0.0625 GiB",
+        "naive, N = 4,096: 512.000 GiB",
+    ]
+    assert list(lines["parameters"].get_xdata()) == [1 / 64, 1]
+    assert list(lines["optimizer"].get_xdata()) == [1 / 32, 2]
+    assert lines["saved by attention"].get_xdata()[1] == 508
+    assert list(lines["peak of the process (measured)"].get_xydata()[0]) == [1 / 8, 0]
+    assert list(lines["out of memory"].get_xydata()[0]) == [512, 1]
+    names = {text.get_text() for text in parts.legends[0].get_texts()}
     assert {"parameters", "saved by attention", "saved by the rest"} <= names
+
+
+def test_parts_of_a_short_run_are_told_apart_beside_a_long_one(parts):
+    """Points a marker's width apart, though equal parts are, and a short run is small."""
+    parts.draw_without_rendering()
+    axes = parts.axes[0]
+    names = ("parameters", "gradients", "optimizer", "peak of the process (measured)")
+    points = [
+        axes.transData.transform(line.get_xydata()[0])
+        for line in axes.get_lines()
+        if line.get_label() in names
+    ]
+    assert len(points) == 4
+    distances = [math.dist(a, b) for i, a in enumerate(points) for b in points[:i]]
+    assert min(distances) > 3  # pixels at 100 dpi
+
+
+def test_shares_are_stacked_to_100_percent(parts):
+    bars = [part[1] for part in parts.axes[1].containers]  # of the second run
+    sizes = (1, 1, 2, 508, 0, 0, 0)
+    assert [bar.get_width() for bar in bars] == [x * 100 / 512 for x in sizes]
+    assert [bar.get_x() for bar in bars] == [x * 100 / 512 for x in (0, 1, 2, 4, 512, 512, 512)]
+
+
+@pytest.mark.parametrize("plot", [plot_memory, plot_speed])
+def test_no_legend_hides_a_point(plot, sweep):
+    figure = plot(sweep)
+    figure.draw_without_rendering()
+    boxes = [legend.get_window_extent() for legend in figure.legends]
+    boxes += [axes.legend_.get_window_extent() for axes in figure.axes if axes.legend_]
+    assert len(boxes) == len(figure.axes)
+    assert not any(axes.bbox.overlaps(box) for axes in figure.axes for box in boxes)
 
 
 @pytest.mark.parametrize(

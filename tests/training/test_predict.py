@@ -115,6 +115,28 @@ def test_the_peak_holds_what_autograd_really_keeps_and_little_more(attention):
     assert kept < predicted < 1.5 * kept
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("attention", ["naive", "flash_v1", "sdpa"])
+def test_attention_and_mlps_have_what_they_save_at_a_peak_in_the_loss(attention, precision):
+    """Attention q, k and v too, as a run counts them; the big vocabulary puts the peak there."""
+    n, b = 256, 2
+    batch = [f"seq_len={n}", f"micro_batch_tokens={b * n}", f"global_batch_tokens={b * n}"]
+    model = ["model.n_layer=2", "model.n_kv_head=1", "model.vocab_size=8192"]
+    cfg = composed([f"attention={attention}", f"precision={precision}", *SIZES, *batch, *model])
+    sizes = {"width": WIDTH, "n_head": HEADS, "n_kv_head": 1, "n_layer": 2, "vocab_size": 8192}
+    gpt = GPT(**sizes, seq_len=n, attention=predict.instantiate(cfg.attention))
+    half = precision == "bf16-mixed"
+    saved = saved_for_backward(
+        gpt,
+        torch.zeros(b, n + 1, dtype=torch.int64),
+        precision=torch.autocast("cpu", torch.bfloat16, enabled=half, cache_enabled=False),
+    )
+    parts = predict_peak(cfg).parts
+    assert {p: parts[p] for p in ("attention", "mlp")} == {
+        p: saved.parts[p] for p in ("attention", "mlp")
+    }
+
+
 def test_a_second_micro_batch_finds_the_gradients_of_the_first():
     n, width = 16384, "model.width=512"
     one = peak(n, f"global_batch_tokens={n}", width)
