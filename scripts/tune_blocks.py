@@ -19,6 +19,8 @@ import os
 import statistics
 import sys
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -54,6 +56,13 @@ GRID = {
 }
 V1_FORWARD = {**GRID, "block_kv": [64, 128, 256], "num_stages": [1, 2], "per_processor": [1, 2]}
 V2_GRID = {**GRID, "heads_at_a_time": [4], "descriptors": [False, True]}
+GRIDS = {
+    "v1_forward": V1_FORWARD,
+    "v1_backward": GRID,
+    "v2_forward": V2_GRID,
+    "v2_dk_dv": V2_GRID,
+    "v2_dq": V2_GRID,
+}
 SHOWN = 8  # rows of the table for one kernel and head dim
 
 
@@ -70,7 +79,7 @@ class Inputs:
     l: Tensor
     row_delta: Tensor
     inv: Tensor
-    right: dict[str, Tensor]  # o, dq, dk, dv
+    right: dict[str, Tensor]  # o, dq, dk, dv of PyTorch; lse in base 2, of V2's table
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,6 @@ class Kernel:
     """``run(blocks, inputs)`` returns the tensors named ``returns``."""
 
     table: dict[tuple[int, int], tiling.Blocks]
-    grid: dict[str, list[int]]
     returns: tuple[str, ...]
     run: Callable[[tiling.Blocks, Inputs], tuple[Tensor, ...]]
 
@@ -106,15 +114,18 @@ def kernels() -> dict[str, Kernel]:
         scale = x.q.shape[-1] ** -0.5
         return dict(causal=True, scale=scale, dropout_p=0.0, seed=None, segment_ids=None)
 
+    def o_lse(o: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
+        return o, m + l.log2()
+
     def v1_forward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
-        return v1.forward.forward(x.q, x.k, x.v, splits=None, blocks=blocks, **options(x))[:1]
+        return o_lse(*v1.forward.forward(x.q, x.k, x.v, splits=None, blocks=blocks, **options(x)))
 
     def v1_backward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
         given = (x.do, x.q, x.k, x.v, x.o, x.m, x.l)
         return v1.backward.backward(*given, splits=None, blocks=blocks, **options(x))
 
     def v2_forward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
-        return v2.forward.forward(x.q, x.k, x.v, blocks=blocks, **options(x))[:1]
+        return o_lse(*v2.forward.forward(x.q, x.k, x.v, blocks=blocks, **options(x)))
 
     def v2_backward(launcher: Callable, blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
         given = (x.do, x.q, x.k, x.v, x.m, x.inv, x.row_delta)
@@ -122,13 +133,13 @@ def kernels() -> dict[str, Kernel]:
         return result if isinstance(result, tuple) else (result,)
 
     dk_dv, dq = (partial(v2_backward, f) for f in (v2.backward.dk_dv, v2.backward.dq))
-    gradients = ("dq", "dk", "dv")
+    results, gradients = ("o", "lse"), ("dq", "dk", "dv")
     return {
-        "v1_forward": Kernel(v1.tables.FORWARD, V1_FORWARD, ("o",), v1_forward),
-        "v1_backward": Kernel(v1.tables.BACKWARD, GRID, gradients, v1_backward),
-        "v2_forward": Kernel(v2.tables.FORWARD, V2_GRID, ("o",), v2_forward),
-        "v2_dk_dv": Kernel(v2.tables.DK_DV, V2_GRID, gradients[1:], dk_dv),
-        "v2_dq": Kernel(v2.tables.DQ, V2_GRID, gradients[:1], dq),
+        "v1_forward": Kernel(v1.tables.FORWARD, results, v1_forward),
+        "v1_backward": Kernel(v1.tables.BACKWARD, gradients, v1_backward),
+        "v2_forward": Kernel(v2.tables.FORWARD, results, v2_forward),
+        "v2_dk_dv": Kernel(v2.tables.DK_DV, gradients[1:], dk_dv),
+        "v2_dq": Kernel(v2.tables.DQ, gradients[:1], dq),
     }
 
 
@@ -139,7 +150,7 @@ def main(argv: list[str] | None = None) -> int:
         Row(name, head_dim, blocks)
         for name in args.kernels
         for head_dim in args.head_dims
-        for blocks in candidates(known[name], head_dim, args)
+        for blocks in candidates(name, known[name], head_dim, args)
     ]
     compile_all(rows, args, device)
     for head_dim in args.head_dims:
@@ -166,7 +177,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if launch.triton is None or not (torch.cuda.is_available() or launch.interpreting()):
         parser.epilog = "Not here: it needs Triton and a CUDA GPU (or TRITON_INTERPRET=1)."
     add = parser.add_argument
-    names = ["v1_forward", "v1_backward", "v2_forward", "v2_dk_dv", "v2_dq"]
+    names = list(GRIDS)
     add("kernels", nargs="*", metavar="KERNEL", help=f"some of {', '.join(names)}; default: all")
     add("--head-dims", nargs="+", type=kernel_head_dim, default=[64, 128], metavar="D")
     add("--seq-lens", nargs="+", type=positive, default=[1024, 4096, 16384], metavar="N")
@@ -185,6 +196,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if unknown := set(args.kernels) - set(names):
         parser.error(f"{min(unknown)} is no kernel; give some of {', '.join(names)}")
     args.grid = dict(_field(parser, text) for text in args.grid)
+    for name in args.grid:
+        if not any(name in GRIDS[kernel] for kernel in args.kernels):
+            parser.error(f"--grid: {name} is no choice of {', '.join(args.kernels)}")
     if args.out:
         check_out(args.out, beside(args.out, ".csv"))
     return args
@@ -203,10 +217,12 @@ def _field(parser: argparse.ArgumentParser, text: str) -> tuple[str, list[int]]:
     return name, numbers
 
 
-def candidates(kernel: Kernel, head_dim: int, args: argparse.Namespace) -> list[tiling.Blocks]:
+def candidates(
+    name: str, kernel: Kernel, head_dim: int, args: argparse.Namespace
+) -> list[tiling.Blocks]:
     """The table's entry, then the grid's combinations of the fields that the kernel has."""
     own = tiling.tuned(kernel.table, head_dim, DTYPES[args.dtype].itemsize)
-    grid = {name: args.grid.get(name, values) for name, values in kernel.grid.items()}
+    grid = {field: args.grid.get(field, values) for field, values in GRIDS[name].items()}
     made = [
         tiling.Blocks(**dict(zip(grid, values, strict=True)))
         for values in itertools.product(*grid.values())
@@ -229,20 +245,26 @@ def inputs(head_dim: int, n: int, args: argparse.Namespace, device: torch.device
     blocks = tiling.tuned(v2.tables.FORWARD, head_dim, dtype.itemsize)
     options = dict(causal=True, scale=head_dim**-0.5, dropout_p=0.0, seed=None, segment_ids=None)
     _, m, l = v2.forward.forward(q, k, v, blocks=blocks, **options)
+    right["lse"] = m + l.log2()
     row_delta, inv = delta(o, do, l)
     return Inputs(q, k, v, do, o, m, l, row_delta, inv, right)
 
 
 def compile_all(rows: list[Row], args: argparse.Namespace, device: torch.device) -> None:
-    """Fill Triton's cache in several processes, and mark the candidates that do not fit."""
+    """Fill Triton's cache in several processes, and mark the candidates that do not fit, and all
+    that are left when one makes the compiler end its process."""
     if device.type != "cuda":
         return
     jobs = [(row, argparse.Namespace(**{**vars(args), "tokens": 2048})) for row in rows]
-    with multiprocessing.get_context("spawn").Pool(min(args.processes, len(jobs))) as pool:
-        said = pool.imap(_compiled, jobs, chunksize=1)
-        said = track(said, "compiling", len(jobs), console=Console(stderr=True))
-        for row, status in zip(rows, said, strict=True):
-            row.status = status
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(args.processes, len(jobs)), mp_context=spawn) as pool:
+        said = [pool.submit(_compiled, job) for job in jobs]
+        pairs = zip(rows, said, strict=True)
+        for row, future in track(pairs, "compiling", len(jobs), console=Console(stderr=True)):
+            try:
+                row.status = future.result()
+            except BrokenProcessPool:
+                row.status = "not compiled"
 
 
 def _compiled(job: tuple[Row, argparse.Namespace]) -> str:
@@ -270,13 +292,19 @@ def measure(rows: list[Row], kernel: Kernel, x: Inputs, n: int, args: argparse.N
             errors = [_error(t, x.right[name]) for t, name in zip(got, kernel.returns, strict=True)]
             row.error = max(row.error, *errors)
             row.status = "ok" if row.error <= BOUNDS[args.dtype] else "wrong"
-    right = [row for row in rows if row.status == "ok"]
     what = f"timing {rows[0].kernel}, head dim {rows[0].head_dim}, N = {n}"
     for _ in track(range(args.rounds), what, console=Console(stderr=True)):
-        for row in right:
-            times[id(row)].append(timed_call(partial(kernel.run, row.blocks, x), cold).ms)
-    for row in right:
-        row.ms[n] = statistics.median(times[id(row)])
+        for row in rows:
+            if row.status == "ok":
+                try:
+                    timing = timed_call(partial(kernel.run, row.blocks, x), cold)
+                except Exception as error:
+                    row.status = type(error).__name__
+                else:
+                    times[id(row)].append(timing.ms)
+    for row in rows:
+        if row.status == "ok":
+            row.ms[n] = statistics.median(times[id(row)])
 
 
 def _error(got: Tensor, right: Tensor) -> float:
@@ -318,7 +346,7 @@ def table(rows: list[Row], known: dict[str, Kernel], args: argparse.Namespace) -
                 if place < SHOWN or row.blocks == own:
                     b = row.blocks
                     text = f"{b.block_q} x {b.block_kv}, {b.num_warps} warps, {b.num_stages} st."
-                    text += ", maps" if "descriptors" in known[name].grid and b.descriptors else ""
+                    text += ", maps" if "descriptors" in GRIDS[name] and b.descriptors else ""
                     text += " *" if row.blocks == own else ""
                     ms = [f"{row.ms[n]:.4f}" for n in args.seq_lens]
                     mean, error = f"{row.mean_ms:.4f}", f"{row.error:.1e}"

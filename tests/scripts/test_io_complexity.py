@@ -197,6 +197,9 @@ def test_measured_rows_are_drawn(part, tmp_path):
     table = io_complexity.table(rows, part)
     assert len(table.rows) == len(rows)
     assert Console(width=300).measure(table).maximum <= 100  # of a terminal: nothing is cut off
+    # The time is of what the bytes are of: a whole call, or one kernel.
+    shown = {float(ms) for ms in table.columns[-1].cells}
+    assert shown == {27.5} if part == "lengths" else shown.isdisjoint({27.5})
 
 
 @pytest.mark.parametrize(
