@@ -220,7 +220,8 @@ def plot(rows: list[Row]) -> "Figure":
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter(lambda n, _: f"{n:,.0f}")
     axes.tick_params(axis="x", labelrotation=30)
-    axes.set_xlim(min(lengths) / 2, max(lengths) * 4)  # room for the numbers
+    room = 2 ** (max(len(text.get_text()) for text in axes.texts) / 7)  # for them beside the bars
+    axes.set_xlim(min(lengths) / 2, max(lengths) * room)
     axes.set_yticks(range(len(variants)), variants)
     axes.invert_yaxis()
     axes.set(title="Longest sequence that trains (batch 1)", xlabel="N: sequence length (tokens)")
