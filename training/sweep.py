@@ -243,8 +243,15 @@ class SweepReport(Callback):
         self._folders.append(Path(job["folder"]))
         if not job["kept"]:
             self._seconds.append(time.monotonic() - self._job_started)
-        write_tables(report.read_rows(self._folders), Path(config.hydra.sweep.dir))
+        folder = Path(config.hydra.sweep.dir)
+        write_tables(report.read_rows([*self._folders, *self._to_come(folder)]), folder)
         print(f"=== {self._progress()}", flush=True)
+
+    def _to_come(self, folder: Path) -> list[Path]:
+        """The folders of an earlier sweep here that this one has not come to: until it ends, its
+        tables must not have fewer rows than theirs."""
+        earlier = {summary.parent for summary in folder.glob(f"*/{SUMMARY}")}
+        return sorted(earlier - set(self._folders))
 
     def _progress(self) -> str:
         done = len(self._folders)

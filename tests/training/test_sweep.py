@@ -426,6 +426,17 @@ def test_tables_are_there_after_every_job(hydra_cfg, script):
         assert (folder_of(cfg).parent / "sweep.csv").read_text().count("\n") == 2 + i
 
 
+def test_a_sweep_stopped_while_it_runs_again_leaves_all_rows(hydra_cfg, script):
+    """What is known of jobs it has not come to stays in the tables."""
+    jobs = [hydra_cfg("ok", i) for i in range(3)]
+    for cfg in jobs:
+        start(cfg, script)
+    folder = finish(*map(folder_of, jobs))
+    again = SweepReport()
+    again.on_job_end(hydra_config(folder_of(jobs[0])), returned(folder_of(jobs[0]), kept=True))
+    assert (folder / "sweep.csv").read_text().count("\n") == 4
+
+
 def test_jobs_of_an_earlier_sweep_in_the_same_folder_are_left_out(hydra_cfg, script):
     jobs = [hydra_cfg("ok", 0), hydra_cfg("ok", 1)]
     for cfg in jobs:
