@@ -4,7 +4,7 @@ import errno
 import sys
 from collections.abc import Callable
 
-from training.errors import EXIT_FAILED, EXIT_INTERRUPTED
+from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, output_closed
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -17,6 +17,8 @@ def ended(main: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         print("\ninterrupted; what was written before stays", file=sys.stderr)
         return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        return output_closed()
     except OSError as error:
         if error.errno not in NO_ROOM:
             raise

@@ -30,7 +30,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from training.errors import ConfigError, fail
+from training.errors import ConfigError, fail, output_closed
 from training.run_folder import unusable
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -59,6 +59,8 @@ def launch(main: Callable[[], object]) -> None:
         if full_traceback_wanted():
             raise
         fail(explain(error))
+    except BrokenPipeError:
+        sys.exit(output_closed())
     except OSError as error:  # Hydra makes the run folder, and writes its config there
         if full_traceback_wanted():
             raise
