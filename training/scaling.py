@@ -13,6 +13,7 @@ from training.fits import (
 )
 
 SAVED, PEAK = "saved for backward by attention", "peak memory"
+NO_EXPONENT = 1.0  # an interval so wide tells N from neither 1 nor N^2
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,10 @@ def _fit(quantity: str, constant: str, lengths, values, known: float | None) -> 
         power = power_law(lengths, values, known)
     except CannotFitError as error:
         return Scaling(quantity, constant, problem=str(error))
+    exponent = power.exponent
+    if exponent.half_width > NO_EXPONENT:
+        scatter = f"N^{exponent.value:.1f} ± {exponent.half_width:.1f} says nothing"
+        return Scaling(quantity, constant, problem=f"the values scatter: {scatter}")
     found = Scaling(quantity, constant, power, last=last_exponent(lengths, values, power.constant))
     try:
         return replace(found, polynomial=polynomial(lengths, values, known))
