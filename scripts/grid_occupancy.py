@@ -54,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
     rows: list[Row] = []
     todo = [(d, h) for d in args.head_dims for h in args.heads]
-    for head_dim, heads in track(todo, "timing", console=Console(stderr=True)):
+    bar = Console(stderr=True, quiet=not args.measure)
+    for head_dim, heads in track(todo, "timing", console=bar):
         these = [modelled(head_dim, heads, args.seq_len, s, args.gpu) for s in ("1", "auto")]
         if args.measure:
             for row in these:
@@ -68,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         with replacing(beside(args.out, ".png")) as partial:
             plot(rows, partial, args.gpu)
     Console(width=None if sys.stdout.isatty() else 100).print(table(rows))
-    print(f"{args.gpu.name}: {args.gpu.processors} processors")
+    times = "" if args.measure else "; times: not measured"
+    print(f"{args.gpu.name}: {args.gpu.processors} processors{times}")
     return 0
 
 

@@ -148,7 +148,8 @@ def main(argv: list[str] | None = None) -> int:
             io_plots.PLOTS[args.part](rows, args.gpu, partial)
     console.print(table(rows, args.part))
     print(COUNTED[args.part])
-    print(f"{args.gpu.name}; GB: 10^9 bytes; L2 {args.gpu.l2 / gpus.MIB:.0f} MiB")
+    measured = "" if args.measure else "; counters and times: not measured"
+    print(f"{args.gpu.name}; GB: 10^9 bytes; L2 {args.gpu.l2 / gpus.MIB:.0f} MiB{measured}")
     failed = [row for row in rows if row.status not in ("model", "ok")]
     for row in failed:
         print(f"{row.attention} {row.direction}, N = {row.seq_len}: {row.status}")
