@@ -30,7 +30,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from training.errors import ConfigError, fail, output_closed
+from training.errors import EXIT_INTERRUPTED, ConfigError, fail, output_closed
 from training.run_folder import unusable
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -59,6 +59,11 @@ def launch(main: Callable[[], object]) -> None:
         if full_traceback_wanted():
             raise
         fail(explain(error))
+    except KeyboardInterrupt:  # a run that has begun says so itself (training/summary.py)
+        if full_traceback_wanted():
+            raise
+        print("interrupted before the run began", file=sys.stderr)
+        sys.exit(EXIT_INTERRUPTED)
     except BrokenPipeError:
         sys.exit(output_closed())
     except OSError as error:  # Hydra makes the run folder, and writes its config there

@@ -48,6 +48,17 @@ def test_a_wrong_command_line_is_explained(override, sentence, monkeypatch):
     assert cli.explain(error_of(override)) == sentence
 
 
+def test_ctrl_c_before_a_run_has_begun_ends_in_a_sentence(monkeypatch, capsys):
+    def main():
+        raise KeyboardInterrupt  # while PyTorch is being imported, say
+
+    monkeypatch.setattr("sys.argv", ["train.py"])
+    with pytest.raises(SystemExit) as exit:
+        cli.launch(main)
+    assert exit.value.code == 130
+    assert capsys.readouterr().err == "interrupted before the run began\n"
+
+
 @pytest.mark.parametrize(
     ("override", "argument"),
     [
