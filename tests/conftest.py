@@ -23,6 +23,13 @@ torch.set_num_threads(min(2, THREADS))
 os.environ.setdefault("OMP_NUM_THREADS", str(min(2, THREADS)))
 
 
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
 @pytest.fixture(autouse=True)
 def no_full_tracebacks(monkeypatch):
     """The command line's launch() sets these for its process; a test must not pass them on."""
