@@ -1,4 +1,4 @@
-"""How a script ends that is stopped, or finds the disk full: with a sentence."""
+"""How a script ends that is stopped, finds the disk full, or is not read any more."""
 
 import errno
 import sys
@@ -11,7 +11,8 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def ended(main: Callable[[], int]) -> int:
     """The exit code of ``main``. Ctrl-C and a file that could not be written for want of room are
-    said in a sentence; files are whole or not there in any case (``run_folder.replacing``)."""
+    said in a sentence, a closed pipe is not; files are whole or not there in any case
+    (``run_folder.replacing``)."""
     try:
         return main()
     except KeyboardInterrupt:

@@ -35,8 +35,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import launch, tiling
-from scripts import csv_file
+from scripts import bench_attention, csv_file
 from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.bench_attention import DTYPES
 from scripts.ending import ended
 from scripts.timing import cold_buffer, timed_call
 from training.throughput import device_name
@@ -45,7 +46,6 @@ if launch.triton is not None:
     from flash_attention import v1, v2
     from flash_attention.delta import delta
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Relative error, in norm, beside PyTorch's result in the same dtype: each rounds P once or twice.
 BOUNDS = {"bf16": 2e-2, "fp16": 3e-3, "fp32": 1e-4}
 GRID = {
@@ -110,26 +110,22 @@ class Row:
 def kernels() -> dict[str, Kernel]:
     """By name, all that can be tuned."""
 
-    def options(x: Inputs) -> dict:
-        scale = x.q.shape[-1] ** -0.5
-        return dict(causal=True, scale=scale, dropout_p=0.0, seed=None, segment_ids=None)
-
     def o_lse(o: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor]:
         return o, m + l.log2()
 
     def v1_forward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
-        return o_lse(*v1.forward.forward(x.q, x.k, x.v, splits=None, blocks=blocks, **options(x)))
+        return o_lse(*v1.forward.forward(x.q, x.k, x.v, splits=None, blocks=blocks, **options(x.q)))
 
     def v1_backward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
         given = (x.do, x.q, x.k, x.v, x.o, x.m, x.l)
-        return v1.backward.backward(*given, splits=None, blocks=blocks, **options(x))
+        return v1.backward.backward(*given, splits=None, blocks=blocks, **options(x.q))
 
     def v2_forward(blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
-        return o_lse(*v2.forward.forward(x.q, x.k, x.v, blocks=blocks, **options(x)))
+        return o_lse(*v2.forward.forward(x.q, x.k, x.v, blocks=blocks, **options(x.q)))
 
     def v2_backward(launcher: Callable, blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
         given = (x.do, x.q, x.k, x.v, x.m, x.inv, x.row_delta)
-        result = launcher(*given, blocks=blocks, **options(x))
+        result = launcher(*given, blocks=blocks, **options(x.q))
         return result if isinstance(result, tuple) else (result,)
 
     dk_dv, dq = (partial(v2_backward, f) for f in (v2.backward.dk_dv, v2.backward.dq))
@@ -141,6 +137,12 @@ def kernels() -> dict[str, Kernel]:
         "v2_dk_dv": Kernel(v2.tables.DK_DV, gradients[1:], dk_dv),
         "v2_dq": Kernel(v2.tables.DQ, gradients[:1], dq),
     }
+
+
+def options(q: Tensor) -> dict:
+    """What all kernels are launched with here."""
+    scale = q.shape[-1] ** -0.5
+    return dict(causal=True, scale=scale, dropout_p=0.0, seed=None, segment_ids=None)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -232,19 +234,15 @@ def candidates(
 
 def inputs(head_dim: int, n: int, args: argparse.Namespace, device: torch.device) -> Inputs:
     """Random tensors of a length, with the results of PyTorch's attention."""
-    generator = torch.Generator(device).manual_seed(0)
-    shape = (max(1, args.tokens // n), max(1, args.width // head_dim), n, head_dim)
-    dtype = DTYPES[args.dtype]
-    q, k, v, do = (
-        torch.randn(shape, dtype=dtype, device=device, generator=generator) for _ in range(4)
-    )
-    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    batch, heads = bench_attention.batch_and_heads(args, head_dim, n)
+    row = bench_attention.Row("", head_dim, n, True, batch, heads, args.dtype)
+    *leaves, do = bench_attention.inputs(row, device)
     o = F.scaled_dot_product_attention(*leaves, is_causal=True)
     right = dict(zip(("dq", "dk", "dv"), torch.autograd.grad(o, leaves, do), strict=True))
     right["o"] = o = o.detach()
-    blocks = tiling.tuned(v2.tables.FORWARD, head_dim, dtype.itemsize)
-    options = dict(causal=True, scale=head_dim**-0.5, dropout_p=0.0, seed=None, segment_ids=None)
-    _, m, l = v2.forward.forward(q, k, v, blocks=blocks, **options)
+    q, k, v = (t.detach() for t in leaves)
+    blocks = tiling.tuned(v2.tables.FORWARD, head_dim, q.element_size())
+    _, m, l = v2.forward.forward(q, k, v, blocks=blocks, **options(q))
     right["lse"] = m + l.log2()
     row_delta, inv = delta(o, do, l)
     return Inputs(q, k, v, do, o, m, l, row_delta, inv, right)
