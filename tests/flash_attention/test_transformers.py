@@ -15,14 +15,17 @@ import transformers
 from flash_attention import naive_attention
 from flash_attention.transformers import BOTH_WAYS, attend, mask
 
-LLAMA = dict(
+SIZES = dict(  # of most models: as these call them
     vocab_size=50,
     hidden_size=32,
     intermediate_size=48,
     num_hidden_layers=2,
+    num_attention_heads=2,
+    max_position_embeddings=64,
+)
+LLAMA = SIZES | dict(
     num_attention_heads=4,
     num_key_value_heads=2,
-    max_position_embeddings=64,
     pad_token_id=0,
     bos_token_id=None,
     eos_token_id=None,
@@ -40,13 +43,7 @@ GPT2 = dict(
     bos_token_id=None,
     eos_token_id=None,
 )
-BERT = dict(
-    vocab_size=50,
-    hidden_size=32,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    intermediate_size=48,
-    max_position_embeddings=64,
+BERT = SIZES | dict(
     hidden_dropout_prob=0.0,
     attention_probs_dropout_prob=0.0,
 )
@@ -62,15 +59,7 @@ BART = dict(
     max_position_embeddings=64,
     dropout=0.0,
 )
-MODERNBERT = dict(
-    vocab_size=50,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,  # the second has a window
-    num_attention_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=0,
-)
+MODERNBERT = SIZES | dict(pad_token_id=0)  # the second layer has a window
 SPLINTER = BERT | dict(type_vocab_size=2)
 VISION = dict(
     hidden_size=32,
