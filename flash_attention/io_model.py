@@ -242,11 +242,11 @@ def flash_backward(shape: Shape, block_q: int, block_kv: int, splits: int = 2) -
     kernel = "_backward_kernel"
     return [
         Access("init", "dQ", 0, dq),  # line 5
-        Access("_delta_kernel", "O, dO", 2 * shape.q, 0),  # line 19
-        Access("_delta_kernel", "l, 1/l, D", shape.rows * SUM, 2 * shape.rows * SUM),
+        Access("_delta_kernel", "O, dO", 2 * shape.q, shape.q),  # line 19
+        Access("_delta_kernel", "m, l, L, D", 2 * shape.rows * SUM, 2 * shape.rows * SUM),
         Access(kernel, "K, V", 2 * shape.k, 0),  # line 8
         Access(kernel, "Q, dO", 2 * row * shape.element_size, 0),  # line 10 to 12
-        Access(kernel, "m, 1/l, D", visits * 3 * SUM, 0),
+        Access(kernel, "L, D", visits * 2 * SUM, 0),
         Access(kernel, adds, row * SUM, row * SUM),  # line 21
         Access(kernel, "dK, dV", 0, 2 * shape.k),  # line 24
         Access("round", "dQ", dq, shape.q),  # and times the scale
@@ -289,14 +289,14 @@ def flash_v2_backward(
     kv = 2 * key_visits(shape, dq_block_q, dq_block_kv) * shape.head_dim * shape.element_size
     kernel, dq_kernel = "_dk_dv_kernel", "_dq_kernel"
     return [
-        Access("_delta_kernel", "O, dO", 2 * shape.q, 0),  # line 4
-        Access("_delta_kernel", "l, 1/l, D", shape.rows * SUM, 2 * shape.rows * SUM),
+        Access("_delta_kernel", "O, dO", 2 * shape.q, shape.q),  # line 4
+        Access("_delta_kernel", "m, l, L, D", 2 * shape.rows * SUM, 2 * shape.rows * SUM),
         Access(kernel, "K, V", 2 * shape.k, 0),  # line 6
         Access(kernel, "Q, dO", 2 * visits * shape.head_dim * shape.element_size, 0),  # line 9
-        Access(kernel, "m, 1/l, D", visits * 3 * SUM, 0),
+        Access(kernel, "L, D", visits * 2 * SUM, 0),
         Access(kernel, "dK, dV", 0, 2 * shape.k),  # line 18
         Access(dq_kernel, "Q, dO", 2 * shape.q, 0),
-        Access(dq_kernel, "m, 1/l, D", shape.rows * 3 * SUM, 0),
+        Access(dq_kernel, "L, D", shape.rows * 2 * SUM, 0),
         Access(dq_kernel, "K, V", kv, 0),
         Access(dq_kernel, "dQ", 0, shape.q),
     ]

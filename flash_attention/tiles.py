@@ -149,15 +149,13 @@ def advance(m, l, s, seen, scale2, MASKED: tl.constexpr):
 
 
 @triton.jit
-def probabilities(s, m, inv, seen, scale2, MASKED: tl.constexpr):
-    """P of a tile in backward, from the unscaled scores and the statistics m (base 2) and 1 / l,
-    which broadcast to the tile; 0 where a pair is not seen."""
+def probabilities(s, lse, seen, scale2, MASKED: tl.constexpr):
+    """P of a tile in backward, from the unscaled scores and the rows' log-sum-exp (base 2, infinite
+    for a row that sees no key), which broadcasts to the tile; 0 where a pair is not seen."""
     if MASKED:
-        s = tl.where(seen, s * scale2, float("-inf"))
-        # A row that sees no key has m = -inf, and -inf - -inf would be NaN.
-        p = tl.exp2(s - tl.where(m == float("-inf"), 0.0, m)) * inv
+        p = tl.exp2(tl.where(seen, s * scale2, float("-inf")) - lse)
     else:
-        p = tl.exp2(s * scale2 - m) * inv
+        p = tl.exp2(s * scale2 - lse)
     return p
 
 

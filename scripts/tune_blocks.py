@@ -77,8 +77,7 @@ class Inputs:
     o: Tensor
     m: Tensor
     l: Tensor
-    row_delta: Tensor
-    inv: Tensor
+    of_rows: tuple[Tensor, Tensor, Tensor]  # dO, L, D as delta.py makes them
     right: dict[str, Tensor]  # o, dq, dk, dv of PyTorch; lse in base 2, of V2's table
 
 
@@ -124,8 +123,8 @@ def kernels() -> dict[str, Kernel]:
         return o_lse(*v2.forward.forward(x.q, x.k, x.v, blocks=blocks, **options(x.q)))
 
     def v2_backward(launcher: Callable, blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
-        given = (x.do, x.q, x.k, x.v, x.m, x.inv, x.row_delta)
-        result = launcher(*given, blocks=blocks, **options(x.q))
+        do, lse, row_delta = x.of_rows
+        result = launcher(do, x.q, x.k, x.v, lse, row_delta, blocks=blocks, **options(x.q))
         return result if isinstance(result, tuple) else (result,)
 
     dk_dv, dq = (partial(v2_backward, f) for f in (v2.backward.dk_dv, v2.backward.dq))
@@ -244,8 +243,7 @@ def inputs(head_dim: int, n: int, args: argparse.Namespace, device: torch.device
     blocks = tiling.tuned(v2.tables.FORWARD, head_dim, q.element_size())
     _, m, l = v2.forward.forward(q, k, v, blocks=blocks, **options(q))
     right["lse"] = m + l.log2()
-    row_delta, inv = delta(o, do, l)
-    return Inputs(q, k, v, do, o, m, l, row_delta, inv, right)
+    return Inputs(q, k, v, do, o, m, l, delta(o, do, m, l), right)
 
 
 def compile_all(rows: list[Row], args: argparse.Namespace, device: torch.device) -> None:

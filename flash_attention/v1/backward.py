@@ -28,7 +28,7 @@ from flash_attention.tiles import (
 
 @triton.jit
 def _backward_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, m_ptr, inv_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     segment_ptr, span_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
@@ -76,7 +76,7 @@ def _backward_kernel(
                         q_ptr + b * stride_qb + h * stride_qh,
                         do_ptr + b * stride_gb + h * stride_gh,
                         dq_ptr + b * stride_dqb + h * stride_dqh,
-                        m_ptr + head * nq, inv_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
+                        lse_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
                         stride_qn, stride_qd, stride_gn, stride_gd, stride_dqn, stride_dqd,
                         head, nq, nk, scale, seed, keep_scale, threshold,
                         part != 1, CAUSAL, SEGMENTS, DROPOUT, ATOMIC,
@@ -92,7 +92,7 @@ def _backward_kernel(
 
 @triton.jit
 def _add_gradients(
-    r0, c0, kj, vj, dk, dv, q_ptr, do_ptr, dq_ptr, m_ptr, inv_ptr, delta_ptr, segment_ptr,
+    r0, c0, kj, vj, dk, dv, q_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, segment_ptr,
     stride_qn, stride_qd, stride_gn, stride_gd, stride_dqn, stride_dqd,
     head, nq, nk, scale, seed, keep_scale, threshold,
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, SEGMENTS: tl.constexpr, DROPOUT: tl.constexpr,
@@ -108,15 +108,14 @@ def _add_gradients(
     inside = rows < nq
     qi = load_rows(q_ptr, stride_qn, stride_qd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
-    m = tl.load(m_ptr + rows, mask=inside, other=0.0)
-    inv = tl.load(inv_ptr + rows, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # P = 0 there
     row_delta = tl.load(delta_ptr + rows, mask=inside, other=0.0)
 
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # line 11, unscaled
     seen = True
     if MASKED:
         seen = visible_transposed(rows, cols, nq, nk, segment_ptr, CAUSAL, SEGMENTS)
-    pt = probabilities(st, m[None, :], inv[None, :], seen, scale * LOG2_E, MASKED)  # line 13
+    pt = probabilities(st, lse[None, :], seen, scale * LOG2_E, MASKED)  # line 13
     dpt = tl.dot(vj, tl.trans(doi), input_precision=PRECISION, out_dtype=ACC)  # line 17
     pt_dropped, dpt = both_dropped_transposed(  # lines 14, 15, 18
         pt, dpt, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV
@@ -155,21 +154,21 @@ def backward(
     splits: programs that share the K/V blocks of one head. 1 adds to dQ in a fixed order, so that
     the result repeats bit for bit; more add atomically; None: one program per K/V block.
 
-    Returns dq, dk, dv like q, k, v. Scratch: dq in float32, D_i and 1 / l ``[B, H, Nq]``;
-    with segment_ids, three numbers per K/V block.
+    Returns dq, dk, dv like q, k, v. Scratch: dq in float32, and what ``delta.py`` makes of every
+    row; with segment_ids, three numbers per K/V block.
     """
     batch, heads, nq, _ = q.shape
     kv_heads, nk = k.shape[1], k.shape[2]
     acc = m.dtype
     dq = launch.seq_major(q, acc, fill=0.0)
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
-    row_delta, inv = delta(o, do, l)
+    do, lse, row_delta = delta(o, do, m, l)
     col_blocks = triton.cdiv(nk, blocks.block_kv)
     splits = col_blocks if splits is None else min(splits, col_blocks)
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _backward_kernel[(batch * kv_heads * splits,)](
-            q, k, v, do, dq, dk, dv, m, inv, row_delta,
+            q, k, v, do, dq, dk, dv, lse, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),

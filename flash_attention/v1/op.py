@@ -55,8 +55,8 @@ def flash_attention_v1(
         m = -inf, l = 0 and gradients 0.
 
     Memory: q, k, v, o, m, l are kept for backward. Scratch: o in float32 in forward (for half
-    inputs); dq in float32 (for half inputs) and two float32 per row in backward; with segment_ids,
-    three int32 per K/V block.
+    inputs); dq in float32 (for half inputs), a copy of dO and two float32 per row in backward; with
+    segment_ids, three int32 per K/V block.
 
     Autocast casts q, k and v (float64 excepted) and nothing inside; gradients come in the inputs'
     own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward; every

@@ -38,7 +38,7 @@ from flash_attention.tiles import (
 
 @triton.jit
 def _dk_dv_kernel(
-    q_src, k_ptr, v_ptr, do_src, dk_ptr, dv_ptr, m_ptr, inv_ptr, delta_ptr,
+    q_src, k_ptr, v_ptr, do_src, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     segment_ptr, span_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
@@ -82,7 +82,7 @@ def _dk_dv_kernel(
             for i in range(begin, end):
                 dk, dv = _add_to_dk_dv(
                     i * BLOCK_Q, c0, kj, vj, dk, dv, q_src, do_src,
-                    m_ptr + head * nq, inv_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
+                    lse_ptr + head * nq, delta_ptr + head * nq, segment_ptr,
                     b, h, stride_qb, stride_qh, stride_qn, stride_qd,
                     stride_gb, stride_gh, stride_gn, stride_gd,
                     head, nq, nk, scale, seed, keep_scale, threshold,
@@ -97,7 +97,7 @@ def _dk_dv_kernel(
 
 @triton.jit
 def _add_to_dk_dv(
-    r0, c0, kj, vj, dk, dv, q_src, do_src, m_ptr, inv_ptr, delta_ptr, segment_ptr,
+    r0, c0, kj, vj, dk, dv, q_src, do_src, lse_ptr, delta_ptr, segment_ptr,
     b, h, stride_qb, stride_qh, stride_qn, stride_qd,
     stride_gb, stride_gh, stride_gn, stride_gd,
     head, nq, nk, scale, seed, keep_scale, threshold,
@@ -116,13 +116,12 @@ def _add_to_dk_dv(
         q_src, b, h, r0, nq, stride_qb, stride_qh, stride_qn, stride_qd,
         BLOCK_Q, HEAD_DIM, BLOCK_D, DESCRIPTORS,
     )  # fmt: skip
-    m = tl.load(m_ptr + rows, mask=inside, other=0.0)
-    inv = tl.load(inv_ptr + rows, mask=inside, other=0.0)
+    lse = tl.load(lse_ptr + rows, mask=inside, other=float("inf"))  # P = 0 there
     st = tl.dot(kj, tl.trans(qi), input_precision=PRECISION, out_dtype=ACC)  # unscaled
     seen = True
     if MASKED:
         seen = visible_transposed(rows, cols, nq, nk, segment_ptr, CAUSAL, SEGMENTS)
-    pt = probabilities(st, m[None, :], inv[None, :], seen, scale * LOG2_E, MASKED)
+    pt = probabilities(st, lse[None, :], seen, scale * LOG2_E, MASKED)
     doi = read_rows(
         do_src, b, h, r0, nq, stride_gb, stride_gh, stride_gn, stride_gd,
         BLOCK_Q, HEAD_DIM, BLOCK_D, DESCRIPTORS,
@@ -140,7 +139,7 @@ def _add_to_dk_dv(
 
 @triton.jit
 def _dq_kernel(
-    q_ptr, k_src, v_src, do_ptr, dq_ptr, m_ptr, inv_ptr, delta_ptr,
+    q_ptr, k_src, v_src, do_ptr, dq_ptr, lse_ptr, delta_ptr,
     segment_ptr, span_ptr, seed_ptr,
     stride_qb, stride_qh, stride_qn, stride_qd,
     stride_kb, stride_kh, stride_kn, stride_kd,
@@ -168,8 +167,7 @@ def _dq_kernel(
     do_ptr += b * stride_gb + h * stride_gh
     qi = load_rows(q_ptr, stride_qn, stride_qd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
-    m = tl.load(m_ptr + head * nq + rows, mask=rows < nq, other=0.0)
-    inv = tl.load(inv_ptr + head * nq + rows, mask=rows < nq, other=0.0)
+    lse = tl.load(lse_ptr + head * nq + rows, mask=rows < nq, other=float("inf"))
     row_delta = tl.load(delta_ptr + head * nq + rows, mask=rows < nq, other=0.0)
     row_segments = load_segments(segment_ptr, rows, nq, SEGMENTS)
     dq = tl.zeros((BLOCK_Q, BLOCK_D), dtype=ACC)
@@ -181,7 +179,7 @@ def _dq_kernel(
         end = full if part == 0 else full_stop if part == 1 else stop
         for j in range(begin, end):
             dq = _add_to_dq(
-                r0, j * BLOCK_KV, qi, doi, dq, m, inv, row_delta, row_segments,
+                r0, j * BLOCK_KV, qi, doi, dq, lse, row_delta, row_segments,
                 k_src, v_src, segment_ptr, b, h // group,
                 stride_kb, stride_kh, stride_kn, stride_kd,
                 stride_vb, stride_vh, stride_vn, stride_vd,
@@ -195,7 +193,7 @@ def _dq_kernel(
 
 @triton.jit
 def _add_to_dq(
-    r0, c0, qi, doi, dq, m, inv, row_delta, row_segments, k_src, v_src, segment_ptr, b, hk,
+    r0, c0, qi, doi, dq, lse, row_delta, row_segments, k_src, v_src, segment_ptr, b, hk,
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     head, nq, nk, scale, seed, keep_scale, threshold,
@@ -221,7 +219,7 @@ def _add_to_dq(
             rows[:, None], cols[None, :], nq, nk, row_segments[:, None],
             load_segments(segment_ptr, cols, nk, SEGMENTS)[None, :], CAUSAL, SEGMENTS,
         )  # fmt: skip
-    p = probabilities(s, m[:, None], inv[:, None], seen, scale * LOG2_E, MASKED)
+    p = probabilities(s, lse[:, None], seen, scale * LOG2_E, MASKED)
     dp = tl.dot(doi, tl.trans(vj), input_precision=PRECISION, out_dtype=ACC)
     dp = dropped(dp, seed, threshold, keep_scale, head, r0, c0, DROPOUT, BLOCK_Q, BLOCK_KV)
     ds = (p * (dp - row_delta[:, None])).to(kj.dtype)
@@ -233,8 +231,7 @@ def dk_dv(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    m: Tensor,
-    inv: Tensor,
+    lse: Tensor,
     row_delta: Tensor,
     *,
     causal: bool,
@@ -246,8 +243,8 @@ def dk_dv(
 ) -> tuple[Tensor, Tensor]:
     """Launch the kernel of dK and dV on the device of q.
 
-    Shapes as in the forward; any strides, dO's too; m in base 2, inv 1 / l and row_delta D_i
-    ``[B, H, Nq]`` (``delta.py``).
+    Shapes as in the forward; any strides; do ``[B, H, Nq, D]``, lse and row_delta ``[B, H, Nq]`` as
+    ``delta.py`` returns them.
 
     Returns dk, dv like k, v. Scratch: with segment_ids, three numbers per K/V block.
     """
@@ -259,7 +256,7 @@ def dk_dv(
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _dk_dv_kernel[(batch * kv_heads * triton.cdiv(nk, blocks.block_kv),)](
-            q_src, k, v, do_src, dk, dv, m, inv, row_delta,
+            q_src, k, v, do_src, dk, dv, lse, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(), *dk.stride(), *dv.stride(),
             batch * kv_heads, kv_heads, heads // kv_heads, nq, nk,
@@ -276,8 +273,7 @@ def dq(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    m: Tensor,
-    inv: Tensor,
+    lse: Tensor,
     row_delta: Tensor,
     *,
     causal: bool,
@@ -298,7 +294,7 @@ def dq(
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_q)
         _dq_kernel[(batch * heads * triton.cdiv(nq, blocks.block_q),)](
-            q, k_src, v_src, do, result, m, inv, row_delta,
+            q, k_src, v_src, do, result, lse, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
             *q.stride(), *k.stride(), *v.stride(), *do.stride(), *result.stride(),
             batch * heads, heads, heads // k.shape[1], nq, k.shape[2],

@@ -36,8 +36,8 @@ def flash_attention_v2(
         q_splits: not taken, as every Q block is a program.
         block_q, block_kv: of all three kernels; None takes each one's table in ``v2/tables.py``.
 
-    Memory: q, k, v, o, m, l are kept for backward. Scratch: two float32 per row in backward; with
-    segment_ids, three int32 per block.
+    Memory: q, k, v, o, m, l are kept for backward. Scratch: a copy of dO and two float32 per row in
+    backward; with segment_ids, three int32 per block.
     """
     return _attention(
         q,
@@ -88,8 +88,8 @@ def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
 
 # Each kernel has blocks of its own, made smaller by themselves where they do not fit.
 def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
-    row_delta, inv = delta(o, do, l)
-    given = (do, q, k, v, m, inv, row_delta)
+    do, lse, row_delta = delta(o, do, m, l)
+    given = (do, q, k, v, lse, row_delta)
     dk, dv = operator.run_tuned(
         "v2 dk dv",
         lambda blocks: triton_backward.dk_dv(*given, blocks=blocks, **options),

@@ -34,7 +34,7 @@ KERNELS = {
     "delta": delta._delta_kernel,
     "spans": segments._spans_kernel,
 }
-FLOAT32 = {"m_ptr", "l_ptr", "inv_ptr", "delta_ptr"}
+FLOAT32 = {"m_ptr", "l_ptr", "lse_ptr", "delta_ptr"}
 SUMS = {"forward": "o_ptr", "backward": "dq_ptr"}  # in memory, in float32
 TABLES = {
     "forward": v1_tables.FORWARD,

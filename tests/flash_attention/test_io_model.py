@@ -72,7 +72,7 @@ KERNELS = [
 ]
 
 
-STATISTICS = ("m, l", "l, 1/l, D", "m, 1/l, D")
+STATISTICS = ("m, l", "m, l, L, D", "L, D")
 V2_KERNELS = ("_forward_kernel", "_delta_kernel", "_dk_dv_kernel", "_dq_kernel")
 V1_SUMS = (*STATISTICS, "O", "dQ", "dQ, atomic")
 
@@ -169,7 +169,7 @@ SECTOR = 32  # bytes
 # Forward with 8 splits: 256 programs.
 H200_FORWARD_64 = dict(read=266_542_524 - 24_573_076, write=141_926_400 - 1_351_680)
 H200_FORWARD_128 = dict(read=254_420_064 - 14_445_548, write=140_124_160 - 1_679_436)
-H200_BACKWARD_64 = dict(read=286_410_720, write=4_194_304, red=270_532_608)
+H200_BACKWARD_64 = dict(read=281_624_706, write=4_194_304, red=270_532_608)
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_the_backward_model_is_what_an_h200_moved_between_its_processors_and_l2(
     read, written = io.traffic([a for a in said if a is not atomic])
     assert atomic.written == SECTOR * H200_BACKWARD_64["red"]
     assert written == SECTOR * H200_BACKWARD_64["write"]
-    assert read == pytest.approx(SECTOR * H200_BACKWARD_64["read"], rel=5e-3)  # L1 kept some
+    assert read == pytest.approx(SECTOR * H200_BACKWARD_64["read"], rel=6e-3)  # L1 kept some
 
 
 # Standard attention -------------------------------------------------------------------------------
@@ -359,10 +359,10 @@ def test_v2_s_two_backward_kernels_walk_the_visible_tiles_of_their_own_blocks(nq
     shape = Shape(2, 3, nq, nk, 16, causal=causal)
     said = io.flash_v2_backward(shape, 16, 32, 32, 16)
     read, written = io.traffic(said, "_dk_dv_kernel")
-    assert read == 6 * (2 * nk * 16 * 2 + rows * (2 * 16 * 2 + 3 * 4))
+    assert read == 6 * (2 * nk * 16 * 2 + rows * (2 * 16 * 2 + 2 * 4))
     assert written == 6 * 2 * nk * 16 * 2
     read, written = io.traffic(said, "_dq_kernel")
-    assert read == 6 * (nq * (2 * 16 * 2 + 3 * 4) + 2 * keys * 16 * 2)
+    assert read == 6 * (nq * (2 * 16 * 2 + 2 * 4) + 2 * keys * 16 * 2)
     assert written == 6 * nq * 16 * 2
     tile = 2 * 16 * 32 * 16  # of one product
     products = 4 * len(visible[0]) + 3 * len(visible[1])

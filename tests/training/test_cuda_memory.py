@@ -18,10 +18,10 @@ ROWS = 3 * 4096
 @pytest.mark.parametrize(
     ("version", "dtype", "forward", "backward"),
     [
-        # o in float32; dq in float32, D_i and 1 / l of each row
-        ("v1", torch.bfloat16, 4 * ROWS * 64, 4 * ROWS * 64 + 8 * ROWS),
-        ("v1", torch.float32, 0, 8 * ROWS),
-        ("v2", torch.bfloat16, 0, 8 * ROWS),
+        # o in float32; dq in float32, a copy of dO, two statistics of each row
+        ("v1", torch.bfloat16, 4 * ROWS * 64, (4 + 2) * ROWS * 64 + 8 * ROWS),
+        ("v1", torch.float32, 0, 4 * ROWS * 64 + 8 * ROWS),
+        ("v2", torch.bfloat16, 0, 2 * ROWS * 64 + 8 * ROWS),
     ],
     ids=str,
 )

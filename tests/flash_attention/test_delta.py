@@ -1,0 +1,63 @@
+"""What backward needs of every row, beside float64."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+kernels = pytest.mark.parametrize(
+    "device", ["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)], indirect=True
+)
+
+
+def made(dtype: torch.dtype, device: torch.device, m: float):
+    """o, do [2, 3, 70, 24], do expanded over batch; row maxima about m, row sums up to 1000."""
+    generator = torch.Generator().manual_seed(0)
+    o, do = torch.randn(2, 2, 3, 70, 24, generator=generator).to(device, dtype)
+    maxima = m + torch.randn(2, 3, 70, generator=generator).to(device)
+    sums = 1 + 999 * torch.rand(2, 3, 70, generator=generator).to(device)
+    return o, do[:1].expand(2, -1, -1, -1), maxima, sums
+
+
+@kernels
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("m", [0.0, -300.0, 900.0])
+def test_half_precision_do_stays_as_it_is_beside_scores_below_a_thousand(m, dtype, device):
+    from flash_attention.delta import delta
+
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        pytest.skip("the interpreter cuts float32 off where a GPU rounds to bfloat16")
+    o, do, m, l = made(dtype, device, m)
+    scaled, lse, row_delta = delta(o, do, m, l)
+    assert torch.equal(scaled, do)
+    torch.testing.assert_close(lse.double(), m.double() + l.double().log2(), rtol=2e-7, atol=2e-6)
+    want = (o.double() * do.double()).sum(-1)
+    torch.testing.assert_close(row_delta.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+@pytest.mark.parametrize("m", [0.0, 1e3, -1e5, 1e6, -1e7, 1e8, 1e30])
+def test_what_the_log_sum_exp_has_no_bits_for_is_in_do(m, device):
+    """P dO is 2^(s - m) / l dO in the end; s = m here."""
+    from flash_attention.delta import delta
+
+    o, do, m, l = made(torch.float32, device, m)
+    scaled, lse, row_delta = delta(o, do, m, l)
+    p = torch.exp2(m.double() - lse.double())[..., None]
+    want = do.double() / l.double()[..., None]
+    torch.testing.assert_close(p * scaled, want, rtol=1e-5, atol=0.0)
+    want = (o.double() * scaled.double()).sum(-1)
+    torch.testing.assert_close(row_delta.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@kernels
+def test_a_row_that_sees_no_key_has_an_infinite_log_sum_exp_and_its_own_do(device):
+    from flash_attention.delta import delta
+
+    o, do, m, l = made(torch.float32, device, 0.0)
+    m[0, 1, 5], l[0, 1, 5], o[0, 1, 5] = -torch.inf, 0.0, 0.0
+    scaled, lse, row_delta = delta(o, do, m, l)
+    assert lse[0, 1, 5] == torch.inf
+    assert row_delta[0, 1, 5] == 0.0
+    assert torch.equal(scaled[0, 1, 5], do[0, 1, 5])
+    assert lse.isfinite().sum() == lse.numel() - 1
