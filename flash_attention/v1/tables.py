@@ -17,7 +17,7 @@ FORWARD = {
 }
 BACKWARD = {
     (64, 2): Blocks(64, 128, num_warps=8, num_stages=3),
-    (128, 2): Blocks(32, 64, num_warps=4, num_stages=3),
+    (128, 2): Blocks(64, 128, num_warps=8, num_stages=3),
     (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
     (64, 4): Blocks(32, 32, num_warps=4, num_stages=1),
     (128, 4): Blocks(32, 32, num_warps=4, num_stages=1),

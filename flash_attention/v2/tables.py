@@ -20,7 +20,7 @@ FORWARD = {
     (256, 4): Blocks(32, 32, num_warps=4, num_stages=1, descriptors=False),
 }
 DK_DV = {
-    (64, 2): Blocks(64, 64, num_warps=4, num_stages=3, heads_at_a_time=4, descriptors=False),
+    (64, 2): Blocks(128, 64, num_warps=4, num_stages=2, heads_at_a_time=4),
     (128, 2): Blocks(64, 64, num_warps=4, num_stages=2, heads_at_a_time=4),
     (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
     (64, 4): Blocks(32, 32, num_warps=4, num_stages=1, descriptors=False),
@@ -28,7 +28,7 @@ DK_DV = {
     (256, 4): Blocks(16, 32, num_warps=4, num_stages=1, descriptors=False),
 }
 DQ = {
-    (64, 2): Blocks(64, 64, num_warps=4, num_stages=2, heads_at_a_time=4),
+    (64, 2): Blocks(64, 64, num_warps=4, num_stages=3, heads_at_a_time=4),
     (128, 2): Blocks(128, 64, num_warps=8, num_stages=3, heads_at_a_time=4),
     (256, 2): Blocks(64, 64, num_warps=8, num_stages=1),
     (64, 4): Blocks(32, 32, num_warps=4, num_stages=1, descriptors=False),
