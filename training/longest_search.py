@@ -144,7 +144,8 @@ def search(
         found = answer(probes, grid, cap_bytes, limit_s)
         if found.bound != "searching":
             return found
-        capacity = cap_bytes or next((p.capacity_bytes for p in probes if p.capacity_bytes), None)
+        whole = (p.capacity_bytes for p in probes if p.capacity_bytes and p.cap_bytes is None)
+        capacity = cap_bytes or next(whole, None)
         estimates = _Estimates(probes, capacity or device_bytes, limit_s, guess)
         n = _next_length(found, grid, estimates, trail)
         probe = run(n, cap_bytes)
@@ -184,7 +185,7 @@ def _next_length(
     A wrong estimate costs little: after a few steps from it the search halves.
     """
     low, high = found.seq_len, found.ended_by.seq_len if found.ended_by else None
-    by_memory, by_time = estimates.by_memory(low, high), estimates.by_time()
+    by_memory, by_time = estimates.by_memory(low, high), estimates.by_time(high)
     same = _same_at_end(trail)
     if by_memory is None:
         n = _middle(low, high) if high else 2 * low or grid.start
@@ -225,6 +226,7 @@ def _same_at_end(trail: list[tuple[int, str]]) -> int:
 
 
 MOST_AT_ONCE = 8  # times the longest that fitted: a fit says little about what is farther
+FAR = 4  # times the longest that fitted, for a fit of the time, whose trials cost more
 
 
 class _Estimates:
@@ -267,12 +269,18 @@ class _Estimates:
         n = reaches(points, self.capacity_bytes)
         return None if n is None else int(min(n, MOST_AT_ONCE * last.seq_len))
 
-    def by_time(self) -> int | None:
+    def by_time(self, high: int | None) -> int | None:
+        """Far from the longest that fitted, or well beyond a trial that did not, an estimate is not
+        believed: what is within the limit if time grows as N^2, as it does at most, costs less to
+        try than what takes too long."""
         if not self.ok:
             return None
-        return int(
-            within_seconds([(p.seq_len, p.seconds_per_step) for p in self.ok[-2:]], self.limit_s)
-        )
+        points = [(p.seq_len, p.seconds_per_step) for p in self.ok[-2:]]
+        n = within_seconds(points, self.limit_s)
+        if len(points) < 2 or n > FAR * self.ok[-1].seq_len or n > 1.1 * (high or math.inf):
+            last, seconds = points[-1]
+            n = last * math.sqrt(self.limit_s / seconds)
+        return int(n)
 
 
 def reaches(points: list[tuple[int, float]], y: float) -> float | None:

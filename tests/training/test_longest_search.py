@@ -121,6 +121,16 @@ def test_a_smaller_card_uses_what_the_larger_one_showed():
     assert len(card.asked) - first <= 6
 
 
+@pytest.mark.parametrize("form", [NAIVE, FLASH])
+def test_a_larger_card_is_not_taken_for_the_smaller_one_that_was_searched_before(form):
+    card, probes = Card(form), []
+    find(card, probes=probes, cap=24 * GIB)
+    first, longest = len(card.asked), card.longest(256)
+    found = find(card, probes=probes)
+    assert 0.98 * longest - 256 <= found.seq_len <= longest
+    assert len(card.asked) - first <= 5
+
+
 def test_a_search_that_was_done_tries_nothing():
     card, probes = Card(FLASH), []
     found = find(card, probes=probes)
@@ -156,6 +166,18 @@ def test_the_time_limit_ends_a_search():
     assert found.bound == TIME
     assert 0.98 * longest - 256 <= found.seq_len <= longest
     assert len(card.asked) <= 9
+
+
+@pytest.mark.parametrize("start", [1024, 4096])
+@pytest.mark.parametrize("guess", [2_000_000, None])
+def test_where_time_ends_a_search_few_trials_take_too_long(guess, start):
+    card = Card((2 * GIB, 67e3, 0.0), seconds=lambda n: 0.05 + 2e-5 * n + 1.9e-10 * n**2)
+    found = find(card, Grid(start), guess=lambda capacity: guess)
+    longest = card.longest(256)
+    assert found.bound == TIME
+    assert 0.98 * longest - 256 <= found.seq_len <= longest
+    assert sum(card.seconds(n) > card.limit_s for n, _ in card.asked) <= 2
+    assert len(card.asked) <= (6 if guess else 11)  # doubling, where no memory is guessed
 
 
 def test_a_length_that_took_longer_than_the_limit_does_not_count():
