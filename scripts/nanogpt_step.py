@@ -95,7 +95,11 @@ def main(argv: list[str] | None = None) -> int:
     model = load(args.folder)
     rows = []
     for seq_len in track(args.seq_lens, description="nanoGPT", console=console):
-        with sdpa_kernel(SDPA[args.sdpa]) if args.sdpa in SDPA else nullcontext():
+        # A compiled graph has SDPA's backend in it, and the caches of graphs do not ask which one
+        # is wanted: an earlier run's would be taken, whatever --sdpa says.
+        uncached = torch.compiler.config.patch(force_disable_caches=True)
+        backend = sdpa_kernel(SDPA[args.sdpa]) if args.sdpa in SDPA else nullcontext()
+        with uncached, backend:
             rows.append(measure(model, seq_len, args))
         csv_file.write(args.out, rows)
         console.print(

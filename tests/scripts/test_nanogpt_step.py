@@ -16,6 +16,7 @@ import torch
 
 now = 0.0
 sdpa = []  # at each step, whether SDPA may choose its plain backend
+cached = []  # at each step, whether a graph compiled before may be taken
 
 @dataclass
 class GPTConfig:
@@ -33,6 +34,7 @@ class GPT(torch.nn.Module):
     def forward(self, tokens, targets):
         assert tokens.shape == targets.shape and tokens.shape[1] == self.config.block_size
         sdpa.append(torch.backends.cuda.math_sdp_enabled())
+        cached.append(not torch.compiler.config.force_disable_caches)
         assert torch.is_autocast_enabled("cpu") and torch.equal(tokens[:, 1:], targets[:, :-1])
         self.calls += 1
         global now
@@ -74,6 +76,7 @@ def test_sdpa_has_the_backend_asked_for(clone, tmp_path, given, free):
     args = [str(clone), "--device=cpu", "--no-compile", "--steps=1", "--seq-lens=10"]
     assert nanogpt_step.main([*args, f"--out={tmp_path / 'steps.csv'}", *given]) == 0
     assert sys.modules["nanogpt_model"].sdpa == [free] * 4
+    assert not any(sys.modules["nanogpt_model"].cached)  # by an earlier run, of another backend
     assert torch.backends.cuda.math_sdp_enabled()  # afterwards as before
     with open(tmp_path / "steps.csv", encoding="utf-8") as file:
         assert {row["sdpa"] for row in csv.DictReader(file)} == {given[-1] if given else "any"}
