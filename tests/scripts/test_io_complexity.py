@@ -75,11 +75,12 @@ def test_backward_of_flash_v2_has_the_blocks_of_both_its_kernels(monkeypatch):
     # Q and O; K and V, which pass 512 / 32 times; m and l.
     q, row = 2 * 512 * 64 * 2, 2 * 512 * 4
     assert (forward.model_read, forward.model_written) == (q + 16 * 2 * q, q + 2 * row)
-    # O, dO, l; K, V once, the rows 512 / 64 times; the rows once, K and V 512 / 128 times.
-    assert backward.model_read == (2 * q + row) + (2 * q + 8 * (2 * q + 3 * row)) + (
-        2 * q + 3 * row + 4 * 2 * q
+    # O, dO, m, l; K, V once, the rows 512 / 64 times; the rows once, K and V 512 / 128 times.
+    assert backward.model_read == (2 * q + 2 * row) + (2 * q + 8 * (2 * q + 2 * row)) + (
+        2 * q + 2 * row + 4 * 2 * q
     )
-    assert backward.model_written == 2 * row + 2 * q + q
+    # dO, L, D; dK and dV; dQ.
+    assert backward.model_written == (q + 2 * row) + 2 * q + q
     # Without a mask every tile is whole: 2 products and 7.
     assert (forward.flops, backward.flops) == (2 * 2 * 2 * 512**2 * 64, 7 * 2 * 2 * 512**2 * 64)
 

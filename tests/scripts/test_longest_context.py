@@ -145,11 +145,11 @@ def test_two_names_of_one_config_share_their_trials(device, tmp_path):
 
 
 def test_a_crash_is_a_row_that_says_so_and_the_next_goes_on(device, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(Device, "crash", 2048)
+    monkeypatch.setattr(Device, "crash", 1536)
     arguments = ["attention=naive,flash_v1", f"--out={tmp_path}", "--largest=3072", "--limit=2.5"]
     assert longest_context.main(arguments) == 1
     printed = capsys.readouterr().out
-    line = "failed at 2,048 tokens (killed by SIGSEGV; last line: oh)"
+    line = "failed at 1,536 tokens (killed by SIGSEGV; last line: oh)"
     assert f"attention=naive, card all: {line}; 1,024 tokens trained before" in printed
     assert [(r["bound"], r["longest_seq_len"]) for r in table(tmp_path)] == [("failed", "")] * 2
 
