@@ -34,6 +34,8 @@ def _delta_kernel(
     m = tl.where(sees_none, 0.0, m)
     log_l = tl.log2(tl.where(sees_none, 1.0, l))
     lse = m + log_l
+    # Rounded up by more than 1, it would ask for a dO that float16 may not hold.
+    lse = tl.where((m - lse) + log_l < -1.0, m, lse)
     lost = (m - lse) + log_l  # what the sum rounded away
 
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
@@ -54,9 +56,10 @@ def delta(o: Tensor, do: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, 
     arXiv:2205.14135 computes D inside the loop (line 19), and divides P by l there (line 13), one
     more multiplication for each score.
 
-    Beside a large m, L has no bits left for log2 l: at 2^25 none at all, and P would be l times
-    too large. Every gradient is linear in a row's dO, so dO is returned times 2^(L - m - log2 l),
-    which makes up for it; beside scores below a thousand, half-precision dO stays as it is.
+    Beside a large m, L has few bits left for log2 l: at 2^31 none, and P would be l times too
+    large. Every gradient is linear in a row's dO, so dO is returned times 2^(L - m - log2 l), which
+    makes up for it as far as dO / l is in its dtype's range. Beside scores below a thousand,
+    half-precision dO stays as it is.
 
     Returns dO like do, L and D like l.
     """

@@ -91,7 +91,7 @@ def backward_step(block_q: int, block_kv: int, head_dim: int, element_size: int)
         Item("dV_j", "Bc d", bc * d * 4, "registers"),
         # dQ needs their room once dS is in shared memory.
         Item("P_ij and dP_ij; then dQ_i", "2 Br Bc", 4 * br * max(2 * bc, d), "registers"),
-        Item("m_i, l_i, D_i", "3 Br", 3 * br * 4, "registers"),
+        Item("L_i, D_i", "2 Br", 2 * br * 4, "registers"),  # L_i = m_i + log l_i
     ]
 
 

@@ -77,7 +77,7 @@ class Inputs:
     o: Tensor
     m: Tensor
     l: Tensor
-    of_rows: tuple[Tensor, Tensor, Tensor]  # dO, L, D as delta.py makes them
+    prepared: tuple[Tensor, Tensor, Tensor]  # dO, L, D as delta.py makes them
     right: dict[str, Tensor]  # o, dq, dk, dv of PyTorch; lse in base 2, of V2's table
 
 
@@ -123,8 +123,8 @@ def kernels() -> dict[str, Kernel]:
         return o_lse(*v2.forward.forward(x.q, x.k, x.v, blocks=blocks, **options(x.q)))
 
     def v2_backward(launcher: Callable, blocks: tiling.Blocks, x: Inputs) -> tuple[Tensor, ...]:
-        do, lse, row_delta = x.of_rows
-        result = launcher(do, x.q, x.k, x.v, lse, row_delta, blocks=blocks, **options(x.q))
+        scaled_do, lse, row_delta = x.prepared
+        result = launcher(scaled_do, x.q, x.k, x.v, lse, row_delta, blocks=blocks, **options(x.q))
         return result if isinstance(result, tuple) else (result,)
 
     dk_dv, dq = (partial(v2_backward, f) for f in (v2.backward.dk_dv, v2.backward.dq))

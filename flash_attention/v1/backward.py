@@ -1,7 +1,7 @@
 """FlashAttention V1 backward: Algorithm 4 of the paper (arXiv:2205.14135) as Triton kernels.
 
 K/V blocks outside, Q blocks inside: dK and dV of a block stay in registers while the rows pass;
-dQ of every row lives in HBM. S and P are computed again from q, k, m and l.
+dQ of every row lives in HBM. S and P are computed again from q, k and the log-sum-exp.
 
 The kernel computes the tiles transposed (S^T = K Q^T), so that P^T and dS^T are the left operands
 of dV += P^T dO and dK += dS^T Q as they come out of the registers.
@@ -162,15 +162,15 @@ def backward(
     acc = m.dtype
     dq = launch.seq_major(q, acc, fill=0.0)
     dk, dv = launch.seq_major(k, k.dtype), launch.seq_major(v, v.dtype)
-    do, lse, row_delta = delta(o, do, m, l)
+    scaled_do, lse, row_delta = delta(o, do, m, l)
     col_blocks = triton.cdiv(nk, blocks.block_kv)
     splits = col_blocks if splits is None else min(splits, col_blocks)
     with launch.on_device(q):
         spans = None if segment_ids is None else segments.spans(segment_ids, blocks.block_kv)
         _backward_kernel[(batch * kv_heads * splits,)](
-            q, k, v, do, dq, dk, dv, lse, row_delta,
+            q, k, v, scaled_do, dq, dk, dv, lse, row_delta,
             launch.or_dummy(segment_ids, q), launch.or_dummy(spans, q), launch.or_dummy(seed, q),
-            *q.stride(), *k.stride(), *v.stride(), *do.stride(),
+            *q.stride(), *k.stride(), *v.stride(), *scaled_do.stride(),
             *dq.stride(), *dk.stride(), *dv.stride(),
             batch * kv_heads, kv_heads, heads // kv_heads, nq, nk, splits,
             scale, dropout.keep_scale(dropout_p), dropout.threshold(dropout_p),

@@ -2,7 +2,7 @@
 
 dK and dV: one program per K/V block walks over the rows. dQ: one program per Q block walks over the
 keys. What a program computes stays in its registers until it is stored, once, in the result's own
-dtype. S and P are computed again from q, k, m and l, by each of the two.
+dtype. S and P are computed again from q, k and the log-sum-exp, by each of the two.
 
 The paper has one kernel, whose programs add to a dQ that they share. Its five matrix products are
 seven in two kernels; an H200 nonetheless ran these faster at D = 128, and about as fast at D = 64

@@ -88,8 +88,8 @@ def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):
 
 # Each kernel has blocks of its own, made smaller by themselves where they do not fit.
 def _backward(do, q, k, v, o, m, l, *, deterministic, splits, block_q, block_kv, **options):
-    do, lse, row_delta = delta(o, do, m, l)
-    given = (do, q, k, v, lse, row_delta)
+    scaled_do, lse, row_delta = delta(o, do, m, l)
+    given = (scaled_do, q, k, v, lse, row_delta)
     dk, dv = operator.run_tuned(
         "v2 dk dv",
         lambda blocks: triton_backward.dk_dv(*given, blocks=blocks, **options),

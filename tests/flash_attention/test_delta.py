@@ -36,18 +36,24 @@ def test_half_precision_do_stays_as_it_is_beside_scores_below_a_thousand(m, dtyp
 
 
 @kernels
-@pytest.mark.parametrize("m", [0.0, 1e3, -1e5, 1e6, -1e7, 1e8, 1e30])
-def test_what_the_log_sum_exp_has_no_bits_for_is_in_do(m, device):
-    """P dO is 2^(s - m) / l dO in the end; s = m here."""
+@pytest.mark.parametrize("m", [0.0, 1e3, -1e5, 1e6, -1e7, 1e8, 2e8, 1e30])
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 2.0**-10)], ids=str
+)
+def test_what_the_log_sum_exp_has_no_bits_for_is_in_do(m, dtype, error, device):
+    """P dO is 2^(s - m) / l dO in the end; s = m here. Where m's neighbours are 16 apart, L may be
+    8 too large, and 2^8 dO has no float16."""
     from flash_attention.delta import delta
 
-    o, do, m, l = made(torch.float32, device, m)
+    o, do, m, l = made(dtype, device, m)
+    do = 1000 * do
     scaled, lse, row_delta = delta(o, do, m, l)
     p = torch.exp2(m.double() - lse.double())[..., None]
+    assert p.max() <= 1
     want = do.double() / l.double()[..., None]
-    torch.testing.assert_close(p * scaled, want, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(p * scaled, want, rtol=error, atol=0.0)
     want = (o.double() * scaled.double()).sum(-1)
-    torch.testing.assert_close(row_delta.double(), want, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(row_delta.double(), want, rtol=1e-5, atol=1e-2)
 
 
 @kernels

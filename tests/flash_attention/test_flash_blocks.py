@@ -128,8 +128,8 @@ def test_every_configuration_of_v2_s_tables_matches_naive(head_dim, dtype, segme
         check_forward,
     )
     o, m, l = saved
-    do, lse, row_delta = delta(o, do, m, l)
-    given = (do, q, k, v, lse, row_delta)
+    scaled_do, lse, row_delta = delta(o, do, m, l)
+    given = (scaled_do, q, k, v, lse, row_delta)
     try_all(
         tiling.tuned(v2_tables.DK_DV, head_dim, size),
         lambda blocks: backward.dk_dv(*given, blocks=blocks, **case.options),

@@ -158,8 +158,8 @@ def test_nothing_beyond_segment_ids_is_read(flash, device, dtype):
 def test_scratch_is_written_before_it_is_read_and_never_left(
     flash, device, nq, nk, causal, deterministic, monkeypatch
 ):
-    """o, m, l, dO o and dQ in memory full of NaN: uninitialised statistics (tilelang#2461), rows
-    beyond N read from or written to what lies there (SageAttention#376)."""
+    """o, m, l, dQ and what delta.py makes in memory full of NaN: uninitialised statistics
+    (tilelang#2461), rows beyond N read from or written to what lies there (SageAttention#376)."""
     if slow(flash, device) and causal == (nk == 64):
         pytest.skip(TURNS)
     q, k, v, do = make_inputs(1, 2, 2, nq, nk, 24, torch.float32, device)

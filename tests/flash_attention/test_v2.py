@@ -31,8 +31,8 @@ def forward_and_backward(q, k, v, do, blocks: Blocks) -> dict[str, Tensor]:
 
     q, k, v = (t.detach() for t in (q, k, v))
     o, m, l = forward.forward(q, k, v, blocks=blocks, **OPTIONS)
-    do, lse, row_delta = delta(o, do, m, l)
-    given = (do, q, k, v, lse, row_delta)
+    scaled_do, lse, row_delta = delta(o, do, m, l)
+    given = (scaled_do, q, k, v, lse, row_delta)
     dk, dv = backward.dk_dv(*given, blocks=blocks, **OPTIONS)
     dq = backward.dq(*given, blocks=blocks, **OPTIONS)
     return dict(o=o, dq=dq, dk=dk, dv=dv)
