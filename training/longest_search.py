@@ -185,12 +185,12 @@ def _next_length(
     A wrong estimate costs little: after a few steps from it the search halves.
     """
     low, high = found.seq_len, found.ended_by.seq_len if found.ended_by else None
-    by_memory, by_time = estimates.by_memory(low, high), estimates.by_time(high)
+    by_memory, by_time = estimates.by_memory(low, high), estimates.by_time()
     same = _same_at_end(trail)
     if by_memory is None:
         n = _middle(low, high) if high else 2 * low or grid.start
         if by_time and not high:
-            n = min(n, max(by_time, low + grid.step(low)))
+            n = min(n, max(by_time, 1.25 * low))
     else:
         n = min(by_memory, by_time or by_memory)
         if not trail or trail[-1][1] == FITS:
@@ -201,6 +201,8 @@ def _next_length(
             # Just inside of the end that it is beyond; half way where that was tried before.
             near = high - grid.step(high) if n >= high else low + grid.step(low)
             n = near if same <= 1 and low < near < high else _middle(low, high)
+        if high and not low and found.ended_by.status == "timeout":
+            n = min(n, _middle(low, high))  # how much too long it is, nothing tells
         if high and same > 3:
             n = _middle(low, high)
     if high:
@@ -226,7 +228,7 @@ def _same_at_end(trail: list[tuple[int, str]]) -> int:
 
 
 MOST_AT_ONCE = 8  # times the longest that fitted: a fit says little about what is farther
-FAR = 4  # times the longest that fitted, for a fit of the time, whose trials cost more
+FAR = 4  # times the longest trial that ended, for a fit of the time, which costs more to be wrong
 
 
 class _Estimates:
@@ -269,18 +271,15 @@ class _Estimates:
         n = reaches(points, self.capacity_bytes)
         return None if n is None else int(min(n, MOST_AT_ONCE * last.seq_len))
 
-    def by_time(self, high: int | None) -> int | None:
-        """Far from the longest that fitted, or well beyond a trial that did not, an estimate is not
-        believed: what is within the limit if time grows as N^2, as it does at most, costs less to
-        try than what takes too long."""
+    def by_time(self) -> int | None:
+        """Far from the longest trial that ended, an estimate by two is not believed: what is within
+        the limit if time grows as N^2, as it does at most, costs less to try than what takes too
+        long."""
         if not self.ok:
             return None
         points = [(p.seq_len, p.seconds_per_step) for p in self.ok[-2:]]
         n = within_seconds(points, self.limit_s)
-        if len(points) < 2 or n > FAR * self.ok[-1].seq_len or n > 1.1 * (high or math.inf):
-            last, seconds = points[-1]
-            n = last * math.sqrt(self.limit_s / seconds)
-        return int(n)
+        return int(n if n <= FAR * points[-1][0] else within_seconds(points[-1:], self.limit_s))
 
 
 def reaches(points: list[tuple[int, float]], y: float) -> float | None:
@@ -301,16 +300,14 @@ def reaches(points: list[tuple[int, float]], y: float) -> float | None:
 def within_seconds(points: list[tuple[int, float]], seconds: float) -> float:
     """The n of which a step takes so long, by the last one or two (n, seconds), sorted by n.
 
-    ``t = b n + c n^2``, neither below 0: one point, or one whose time per token is no longer than
-    the other's, gives a straight line.
+    ``t = b n + c n^2``, neither below 0: a straight line where the time per token is no longer than
+    at the point before, a parabola through 0 from one point.
     """
     n, t = points[-1]
+    b, c = 0.0, t / n**2
     if len(points) > 1:
         n1, t1 = points[-2]
-        c = (t / n - t1 / n1) / (n - n1)
-        b = t / n - c * n
-        if b < 0:
-            return n * math.sqrt(seconds / t)
-        if c > 0:
-            return 2 * seconds / (b + math.sqrt(b**2 + 4 * c * seconds))
-    return n * seconds / t
+        c = max(0.0, (t / n - t1 / n1) / (n - n1))
+        b = max(0.0, t / n - c * n)
+        c = (t / n - b) / n
+    return 2 * seconds / (b + math.sqrt(b**2 + 4 * c * seconds))

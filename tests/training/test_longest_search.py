@@ -169,15 +169,23 @@ def test_the_time_limit_ends_a_search():
 
 
 @pytest.mark.parametrize("start", [1024, 4096])
-@pytest.mark.parametrize("guess", [2_000_000, None])
-def test_where_time_ends_a_search_few_trials_take_too_long(guess, start):
+@pytest.mark.parametrize(
+    ("known", "too_long", "trials"),
+    [
+        (dict(guess=lambda capacity: 2_000_000), 1, 6),
+        (dict(guess=lambda capacity: 2_000_000, device_bytes=DEVICE), 3, 6),  # begins with it
+        (dict(), 2, 11),  # doubles
+    ],
+    ids=["guess", "guess first", "no guess"],
+)
+def test_where_time_ends_a_search_few_trials_take_too_long(known, too_long, trials, start):
     card = Card((2 * GIB, 67e3, 0.0), seconds=lambda n: 0.05 + 2e-5 * n + 1.9e-10 * n**2)
-    found = find(card, Grid(start), guess=lambda capacity: guess)
+    found = find(card, Grid(start), **known)
     longest = card.longest(256)
     assert found.bound == TIME
     assert 0.98 * longest - 256 <= found.seq_len <= longest
-    assert sum(card.seconds(n) > card.limit_s for n, _ in card.asked) <= 2
-    assert len(card.asked) <= (6 if guess else 11)  # doubling, where no memory is guessed
+    assert sum(card.seconds(n) > card.limit_s for n, _ in card.asked) <= too_long
+    assert len(card.asked) <= trials
 
 
 def test_a_length_that_took_longer_than_the_limit_does_not_count():
@@ -266,5 +274,6 @@ def test_time_is_followed_by_its_last_two_points():
         return 2e-3 * n + 1e-5 * n**2
 
     assert within_seconds([(100, t(100)), (300, t(300))], t(5000)) == pytest.approx(5000)
-    assert within_seconds([(100, 1.0)], 120) == pytest.approx(12_000)
+    assert within_seconds([(100, 1.0)], 120) == pytest.approx(100 * math.sqrt(120))
+    assert within_seconds([(100, 1.0), (200, 5.0)], 20) == pytest.approx(400)  # b would be below 0
     assert within_seconds([(100, 1.0), (200, 1.0)], 120) == pytest.approx(24_000)
