@@ -51,6 +51,18 @@ from training.throughput import device_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 CHECKED_ROWS = 256
+# A CPU's take two cores half a minute; the PyTorch tiles have one program, whatever q_splits says.
+ON_GPU = dict(
+    seq_lens=[1024, 2048, 4096, 8192, 16384],
+    tokens=16384,
+    width=2048,
+    dtype="bf16",
+    rounds=20,
+    q_splits=["auto", "1"],
+)
+ON_CPU = dict(
+    seq_lens=[256, 512, 1024], tokens=1024, width=512, dtype="fp32", rounds=5, q_splits=["auto"]
+)
 # Of a backend's line, by name: the same in every plot, whatever it is drawn beside.
 COLORS = {
     "naive": "tab:blue",
@@ -123,22 +135,32 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    cuda = torch.cuda.is_available()
     add = parser.add_argument
+
+    def default(key: str) -> str:
+        gpu, cpu = (
+            " ".join(map(str, value)) if isinstance(value, list) else value
+            for value in (ON_GPU[key], ON_CPU[key])
+        )
+        return f"default: {gpu}; on a CPU {cpu}"
+
     add("--backends", nargs="+", metavar="NAME", help="default: all that import and run here")
     add("--head-dims", nargs="+", type=kernel_head_dim, default=[64, 128], metavar="D")
-    add("--seq-lens", nargs="+", type=positive, default=[1024, 2048, 4096, 8192, 16384])
-    add("--tokens", type=positive, default=16384, help="batch x seq_len (default: 16384)")
-    add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
+    add("--seq-lens", nargs="+", type=positive, metavar="N", help=default("seq_lens"))
+    add("--tokens", type=positive, help=f"batch x seq_len ({default('tokens')})")
+    add("--width", type=positive, help=f"heads x head dim ({default('width')})")
     add("--causal", action=argparse.BooleanOptionalAction, help="default: both")
-    add("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
-    default = "cuda" if cuda else "cpu"
-    add("--device", type=present_device, default=default, help="default: %(default)s")
-    add("--rounds", type=positive, default=20, help="timings of each backend (default: 20)")
-    splits = ["auto", "1"] if cuda else ["auto"]  # the PyTorch tiles have one program
-    add("--q-splits", nargs="+", default=splits, metavar="S", help="of flash_v1: auto, 1, 2, ...")
+    add("--dtype", choices=DTYPES, help=default("dtype"))
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    add("--device", type=present_device, default=here, help="default: %(default)s")
+    add("--rounds", type=positive, help=f"timings of each backend ({default('rounds')})")
+    splits = f"of flash_v1: auto, 1, 2, ... ({default('q_splits')})"
+    add("--q-splits", nargs="+", metavar="S", help=splits)
     add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
+    for key, value in (ON_CPU if args.device == "cpu" else ON_GPU).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
     args.causal = [True, False] if args.causal is None else [args.causal]
     try:
         args.q_splits = [s if s == "auto" else positive(s) for s in args.q_splits]

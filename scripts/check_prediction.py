@@ -27,7 +27,6 @@ from scripts.compare_runs import find_runs
 from scripts.ending import ended
 from training.cli import one_sentence
 from training.compose import composed
-from training.predict import predict_peak, with_changes
 from training.report import read_rows
 from training.run_folder import replacing
 from training.units import GIB
@@ -53,11 +52,15 @@ def main(argv: list[str] | None = None) -> int:
         if not source.exists():
             parser.error(f"SOURCE={source} does not exist; give a run, a sweep or a CSV file")
     check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".md"))
+    from training.predict import predict_peak  # loads Lightning, unlike --help
+
     rows = []
     for source in args.sources:
         with one_sentence(OSError, ValueError, about=f"SOURCE={source}: "):
             for name, cfg, measured in of_table(source) if source.is_file() else of_runs(source):
                 rows.append(compared(name, predict_peak(cfg).peak_bytes, measured))
+                if len(rows) == 1:
+                    print(*rows[0], sep="  ")
                 print(*rows[-1].values(), sep="  ")
     ratios = [float(row["ratio"]) for row in rows if row["ratio"]]
     if not ratios:
@@ -80,6 +83,8 @@ def compared(name: str, predicted: int, measured: int | None) -> dict[str, str]:
 
 def of_runs(folder: Path) -> Iterator[tuple[str, Any, int]]:
     """Name, config and measured bytes of the runs in or below a folder that measured a GPU."""
+    from training.predict import with_changes
+
     for row in read_rows(find_runs(folder)):
         if row.get("peak_allocated_bytes") and row["status"] in ("ok", "oom"):
             cfg = OmegaConf.load(row["path"] / ".hydra" / "config.yaml")

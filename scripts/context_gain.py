@@ -23,9 +23,7 @@ from scripts.arguments import beside, check_out, file_name
 from scripts.ending import ended
 from training.cli import one_sentence
 from training.figures import plot_positions, plot_recall
-from training.positions import NAME as POSITIONS
-from training.report import read_rows
-from training.summary import NAME as SUMMARY
+from training.report import POSITIONS, SUMMARY, read_rows
 
 FIGURES = ("recall", "positions")
 Row = dict[str, Any]

@@ -19,20 +19,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
 
 from scripts import csv_file
 from scripts.arguments import check_out, file_name, positive_number
 from scripts.ending import ended
 from training.cli import one_sentence
 from training.compose import combinations, composed
-from training.console import console
 from training.devices import resolve_hardware
 from training.errors import EXIT_FAILED, ConfigError
-from training.predict import with_changes
 from training.probe_process import ProbeRunner
 from training.signals import sigterm_interrupts
 from training.units import in_gib
 
+console = Console(highlight=False, soft_wrap=True, markup=False)
 MEASURED = (
     "status",
     "allocated_bytes",
@@ -83,6 +83,8 @@ def point(overrides: list[str]) -> tuple[str, DictConfig]:
         ConfigError, HydraException, OmegaConfBaseException: as train.py would; ConfigError too
             where it would run on a CPU.
     """
+    from training.predict import with_changes  # loads Lightning, unlike --help
+
     cfg = composed(overrides)
     if resolve_hardware(cfg.device, cfg.precision).device != "cuda":
         raise ConfigError("device=cpu is not accepted; peaks are measured on a CUDA GPU")

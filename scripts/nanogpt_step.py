@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+from rich.console import Console
 from rich.progress import track
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -31,7 +32,6 @@ from scripts import csv_file
 from scripts.arguments import check_out, file_name, positive, present_device
 from scripts.ending import ended
 from training import memory
-from training.console import console
 from training.devices import versions
 from training.throughput import device_name, synchronize
 
@@ -41,6 +41,7 @@ SDPA = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+console = Console(highlight=False, soft_wrap=True, markup=False)
 WARMUP_STEPS = 3  # the first one compiles, and makes the optimizer's state
 
 

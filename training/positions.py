@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from training import figures
+from training.report import POSITIONS
 from training.run_folder import replacing
-
-NAME = "loss_by_position"
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class LossByPosition(L.Callback):
         if self._sums is None:
             return
         self.buckets = self._sums.buckets(trainer.datamodule.val_document_lengths())
-        write_csv(self.buckets, self.folder / f"{NAME}.csv")
+        write_csv(self.buckets, self.folder / f"{POSITIONS}.csv")
         row = {}
         for b in self.buckets:
             where = f"{b.first}-{b.last}"
@@ -97,16 +96,16 @@ class LossByPosition(L.Callback):
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         if not self.buckets:
             return
-        path = self.folder / f"{NAME}.png"
+        path = self.folder / f"{POSITIONS}.png"
         rows = [asdict(bucket) for bucket in self.buckets]
         figures.plot_positions({f"seq_len={rows[-1]['last'] + 1:,}": rows}, path)
         for logger in trainer.loggers:
             if hasattr(logger, "log_image"):  # W&B
-                logger.log_image(f"val/{NAME}", [str(path)])
+                logger.log_image(f"val/{POSITIONS}", [str(path)])
 
     def summary(self) -> dict[str, list[dict[str, float | int | None]]]:
         """The buckets of the last validation, if there are any."""
-        return {NAME: [asdict(bucket) for bucket in self.buckets]} if self.buckets else {}
+        return {POSITIONS: [asdict(bucket) for bucket in self.buckets]} if self.buckets else {}
 
 
 class PositionSums:

@@ -19,6 +19,7 @@ from training.scaling import Scaling, scaling_of_peak, scaling_of_saved
 from training.units import in_gib
 
 SUMMARY = "summary.json"
+POSITIONS = "loss_by_position"  # a key of the summary, and a CSV and PNG file
 FINISHED = ("ok", "oom")  # running out of memory is a result, not a failure
 
 Row = dict[str, Any]

@@ -28,11 +28,11 @@ from training.devices import Hardware, versions
 from training.errors import EXIT_BAD_INPUT, ConfigError, DivergedError
 from training.memory import is_out_of_memory
 from training.out_of_memory import describe
+from training.report import SUMMARY
 from training.run_folder import held, replacing, unusable
 from training.signals import sigterm_interrupts
 from training.units import in_gib
 
-NAME = "summary.json"
 EXIT_CODES = {"ok": 0, "error": 1, "diverged": 1, "oom": 3, "interrupted": 130}
 
 
@@ -100,7 +100,7 @@ class RunSummary:
     def keep_earlier(self) -> dict[str, Any]:
         """Ends an attempt with nothing to do: the folder's summary stays, and is returned."""
         self.values = self.earlier
-        console.print(f"nothing is left to train; {self.run_dir / NAME} stays as it is")
+        console.print(f"nothing is left to train; {self.run_dir / SUMMARY} stays as it is")
         return self.values
 
     def __enter__(self) -> "RunSummary":
@@ -144,12 +144,12 @@ class RunSummary:
 
     def _write(self) -> None:
         try:
-            write_json(self.run_dir / NAME, self.values)
+            write_json(self.run_dir / SUMMARY, self.values)
         except OSError as error:  # a full disk must not hide how the run ended
             print(f"error: {unusable(self.run_dir, error)}", file=sys.stderr)
 
     def _read_earlier(self) -> dict[str, Any] | None:
-        file = self.run_dir / NAME
+        file = self.run_dir / SUMMARY
         if not (file.exists() and (self.run_dir / "checkpoints" / CHECKPOINT).exists()):
             return None
         return json.loads(file.read_text(encoding="utf-8"))

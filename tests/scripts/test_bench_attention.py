@@ -53,6 +53,16 @@ def test_a_wrong_backend_is_named_and_not_timed():
     assert row.forward_ms is None
 
 
+def test_without_a_gpu_the_defaults_are_small_and_what_is_given_stays(monkeypatch):
+    monkeypatch.setattr(bench_attention, "present_device", str)
+    gpu, cpu = (bench_attention.parse([f"--device={name}"]) for name in ("cuda", "cpu"))
+    assert (gpu.seq_lens[-1], gpu.tokens, gpu.dtype, gpu.q_splits) == (
+        16384, 16384, "bf16", ["auto", 1],
+    )  # fmt: skip
+    assert (cpu.seq_lens[-1], cpu.tokens, cpu.dtype, cpu.q_splits) == (1024, 1024, "fp32", ["auto"])
+    assert bench_attention.parse(["--device=cpu", "--tokens=64"]).tokens == 64
+
+
 @pytest.mark.parametrize("bad", [["--seq-lens", "0"], ["--q-splits", "none"]])
 def test_a_bad_argument_is_refused(bad, capsys):
     with pytest.raises(SystemExit) as stop:
