@@ -28,6 +28,8 @@ def test_half_precision_do_stays_as_it_is_beside_scores_below_a_thousand(m, dtyp
     if device.type == "cpu" and dtype == torch.bfloat16:
         pytest.skip("the interpreter cuts float32 off where a GPU rounds to bfloat16")
     o, do, m, l = made(dtype, device, m)
+    do, o[..., 0] = do.clone(), 0
+    do[..., 0] = torch.finfo(dtype).max  # and does not overflow
     scaled, lse, row_delta = delta(o, do, m, l)
     assert torch.equal(scaled, do)
     torch.testing.assert_close(lse.double(), m.double() + l.double().log2(), rtol=2e-7, atol=2e-6)
@@ -41,8 +43,8 @@ def test_half_precision_do_stays_as_it_is_beside_scores_below_a_thousand(m, dtyp
     ("dtype", "error"), [(torch.float32, 1e-5), (torch.float16, 2.0**-10)], ids=str
 )
 def test_what_the_log_sum_exp_has_no_bits_for_is_in_do(m, dtype, error, device):
-    """P dO is 2^(s - m) / l dO in the end; s = m here. Where m's neighbours are 16 apart, L may be
-    8 too large, and 2^8 dO has no float16."""
+    """P dO is 2^(s - m) / l dO in the end; s = m here. Where m's neighbours are 16 apart, the
+    nearest L may be 8 too large, and 2^8 dO has no float16."""
     from flash_attention.delta import delta
 
     o, do, m, l = made(dtype, device, m)
@@ -50,6 +52,7 @@ def test_what_the_log_sum_exp_has_no_bits_for_is_in_do(m, dtype, error, device):
     scaled, lse, row_delta = delta(o, do, m, l)
     p = torch.exp2(m.double() - lse.double())[..., None]
     assert p.max() <= 1
+    assert (scaled.abs() <= do.abs()).all()
     want = do.double() / l.double()[..., None]
     torch.testing.assert_close(p * scaled, want, rtol=error, atol=0.0)
     want = (o.double() * scaled.double()).sum(-1)
