@@ -34,8 +34,9 @@ def _delta_kernel(
     m = tl.where(sees_none, 0.0, m)
     log_l = tl.log2(tl.where(sees_none, 1.0, l))
     lse = m + log_l
-    # Rounded up, it would ask for a larger dO, which float16 may not hold: then one step down.
-    below = tl.maximum(lse - tl.abs(lse) * (0.75 * 2.0**-23), tl.minimum(m, lse))
+    # Rounded up, it would ask for a larger dO, which float16 may not hold: then one step down, but
+    # not far below m, where P would be large.
+    below = tl.maximum(lse - tl.abs(lse) * (0.75 * 2.0**-23), tl.minimum(m, lse) - 1.0)
     lse = tl.where((m - lse) + log_l < 0.0, below, lse)
     lost = (m - lse) + log_l  # what the sum rounded away
 
@@ -60,7 +61,8 @@ def delta(o: Tensor, do: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, 
     Beside a large m, L has few bits left for log2 l: at 2^31 none, and P would be l times too
     large. Every gradient is linear in a row's dO, so dO is returned times 2^(L - m - log2 l), which
     makes up for it as far as dO / l is in its dtype's range. Beside scores below a thousand,
-    half-precision dO stays as it is. L is rounded down, so that dO never grows.
+    half-precision dO stays as it is. L is rounded down, so that dO does not grow (beside scores up
+    to 2^24).
 
     Returns dO like do, L and D like l.
     """

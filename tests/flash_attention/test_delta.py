@@ -60,6 +60,21 @@ def test_what_the_log_sum_exp_has_no_bits_for_is_in_do(m, dtype, error, device):
 
 
 @kernels
+@pytest.mark.parametrize(("m", "least"), [(16104.0, 0.9996), (1.08e7, 0.7)])
+def test_do_does_not_grow_where_rounding_made_l_less_than_one(m, least, device):
+    """As where forward's fused multiply-add has more bits than the maximum that it subtracts."""
+    from flash_attention.delta import delta
+
+    do = torch.full((1, 1, 16, 16), 65504.0, dtype=torch.float16, device=device)
+    m, l = torch.full((1, 1, 16), m, device=device), torch.linspace(least, 1, 16, device=device)
+    l = l.expand_as(m).contiguous()
+    scaled, lse, _ = delta(torch.zeros_like(do), do, m, l)
+    assert (scaled <= do).all()
+    p = torch.exp2(m.double() - lse.double())[..., None]
+    torch.testing.assert_close(p * scaled, do / l.double()[..., None], rtol=2.0**-10, atol=0.0)
+
+
+@kernels
 def test_a_row_that_sees_no_key_has_an_infinite_log_sum_exp_and_its_own_do(device):
     from flash_attention.delta import delta
 
