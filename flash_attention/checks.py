@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 MAX_HEAD_DIM = 256
+MAX_SCALE = 2.3e38  # times log2 e, float32 still holds it
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -25,7 +26,7 @@ def prepare(
 
     Raises:
         TypeError: an argument is not a tensor, or has a dtype outside ``DTYPES``.
-        ValueError: shapes, devices, dropout_p or segment_ids that do not fit.
+        ValueError: shapes, devices, scale, dropout_p or segment_ids that do not fit.
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor):
@@ -37,8 +38,8 @@ def prepare(
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{name} must be a number; got {number!r}")
     # Not math.isfinite: a compiled graph breaks there once it has met a second scale.
-    if scale is not None and not -math.inf < scale < math.inf:
-        raise ValueError(f"scale must be finite; got {scale}")
+    if scale is not None and not -MAX_SCALE <= scale <= MAX_SCALE:
+        raise ValueError(f"scale must be within -{MAX_SCALE} and {MAX_SCALE}; got {scale}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     if segment_ids is not None:

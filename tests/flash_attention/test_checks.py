@@ -35,7 +35,9 @@ def tensors(**changes):
         ({**tensors(), "k": torch.zeros(2, 2, 8, 16).half()}, "same dtype"),
         ({**tensors(), "dropout_p": 1.0}, "dropout_p must be in .0, 1.; got 1.0"),
         ({**tensors(), "dropout_p": -0.1}, "dropout_p must be"),
-        ({**tensors(), "scale": float("nan")}, "scale must be finite; got nan"),
+        ({**tensors(), "scale": float("nan")}, "scale must be within .* got nan"),
+        ({**tensors(), "scale": float("-inf")}, "scale must be within .* got -inf"),
+        ({**tensors(), "scale": 2.4e38}, r"scale must be within .* got 2\.4e\+38"),
         ({**tensors(), "segment_ids": torch.zeros(2, 7, dtype=torch.int64)}, r"\(2, 8\)"),
         (
             {**tensors(q=(2, 4, 9, 16)), "segment_ids": torch.zeros(2, 8, dtype=torch.int64)},
