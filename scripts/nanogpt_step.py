@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if not (args.folder / "model.py").is_file():
         parser.error(f"{args.folder} has no model.py; give the folder of a clone of nanoGPT")
+    if args.device == "cpu" and args.sdpa not in ("any", "flash"):
+        parser.error(f"--sdpa: {args.sdpa} is not on the CPU; give any or flash")
     check_out(args.out, args.out)
     model = load(args.folder)
     rows = []

@@ -7,6 +7,7 @@ Kernels: v1_forward, v1_backward, v2_forward, v2_dk_dv, v2_dq; all without a nam
 of the grid and the table's own entry is compiled (in several processes), compared with PyTorch's
 attention at every length, and timed in turns with the others, all causal. What does not fit the GPU
 or is not right is left out. The best has the least geometric mean of its times over the lengths.
+Where none is right, the exit status is 1.
 
 --out writes PATH.csv, all candidates. The lines are printed, and the tables left as they are.
 """
@@ -164,11 +165,10 @@ def main(argv: list[str] | None = None) -> int:
                     write(rows, args, device)
     Console(width=None if sys.stdout.isatty() else 100).print(table(rows, known, args))
     print(f"{device_name(device)}, torch {torch.__version__}, {args.dtype}, causal")
-    for name in args.kernels:
-        for head_dim in args.head_dims:
-            row = best(rows, name, head_dim)
-            print(f"{name}: {line(row, args)}" if row else f"{name}, {head_dim}: none is right")
-    return 0
+    found = [(n, d, best(rows, n, d)) for n in args.kernels for d in args.head_dims]
+    for name, head_dim, row in found:
+        print(f"{name}: {line(row, args)}" if row else f"{name}, {head_dim}: none is right")
+    return 0 if all(row for _, _, row in found) else 1
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -200,6 +200,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in args.grid:
         if not any(name in GRIDS[kernel] for kernel in args.kernels):
             parser.error(f"--grid: {name} is no choice of {', '.join(args.kernels)}")
+    if args.dtype == "bf16" and not torch.cuda.is_available():
+        parser.error("--dtype: bf16 is wrong in Triton's interpreter; give fp16 or fp32")
+    if min(args.seq_lens) < 2:
+        parser.error("--seq-lens: 1 token has dq and dk of 0; give lengths of at least 2")
     if args.out:
         check_out(args.out, beside(args.out, ".csv"))
     return args

@@ -86,3 +86,10 @@ def test_a_folder_without_nanogpt_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         nanogpt_step.main([str(tmp_path), "--device", "cpu"])
     assert f"{tmp_path} has no model.py; give the folder of a clone" in capsys.readouterr().err
+
+
+def test_a_backend_that_the_cpu_lacks_is_refused(clone, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        nanogpt_step.main([str(clone), "--device=cpu", "--sdpa=cudnn", f"--out={tmp_path / 'x'}"])
+    assert "--sdpa: cudnn is not on the CPU; give any or flash" in capsys.readouterr().err
+    assert not (tmp_path / "x").exists()

@@ -146,6 +146,26 @@ def test_without_a_gpu_or_the_interpreter_there_is_nothing_to_tune(settings, mon
     assert "needs Triton and a CUDA GPU (or TRITON_INTERPRET=1)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--dtype=bf16"], "--dtype: bf16 is wrong in Triton's interpreter; give fp16 or fp32"),
+        (["--dtype=fp16", "--seq-lens", "64", "1"], "--seq-lens: 1 token has dq and dk of 0; give"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(given, said, settings, capsys):
+    with pytest.raises(SystemExit):
+        tune_blocks.parse(given)
+    assert said in capsys.readouterr().err
+
+
+def test_the_status_says_that_no_candidate_is_right(settings, monkeypatch, capsys):
+    monkeypatch.setitem(tune_blocks.BOUNDS, "fp32", 0.0)
+    given = [*SMALL, "--seq-lens", "32", "--grid", *ONE[:2]]
+    assert tune_blocks.main(["v2_dq", *given]) == 1
+    assert "v2_dq, 16: none is right" in capsys.readouterr().out
+
+
 def test_every_kernel_is_tuned_and_written(settings, tmp_path, capsys):
     given = [*SMALL, "--grid", *ONE, "per_processor=1", f"--out={tmp_path / 'blocks'}"]
     assert tune_blocks.main(given) == 0
