@@ -140,7 +140,8 @@ def advance(m, l, s, seen, scale2, MASKED: tl.constexpr):
         p = tl.exp2(s - shift[:, None])
     else:
         # The scale is not negative, so it may wait until after the maximum: s * scale2 - m is one
-        # fused multiply-add.
+        # fused multiply-add. What m was rounded by stays in P and l, and goes with their division;
+        # beside scores above 2^28 (2^31), P may be more than float16 (float32) holds.
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale2)
         shift = m_new
         p = tl.exp2(s * scale2 - shift[:, None])
@@ -151,7 +152,10 @@ def advance(m, l, s, seen, scale2, MASKED: tl.constexpr):
 @triton.jit
 def probabilities(s, lse, seen, scale2, MASKED: tl.constexpr):
     """P of a tile in backward, from the unscaled scores and the rows' log-sum-exp (base 2, infinite
-    for a row that sees no key), which broadcasts to the tile; 0 where a pair is not seen."""
+    for a row that sees no key), which broadcasts to the tile; 0 where a pair is not seen.
+
+    Scores that are computed again, in another order, differ in their last bit: P by a factor of up
+    to about 2^(|s| 2^-23). Scores of a million leave P right to a tenth, scores of 1e8 do not."""
     if MASKED:
         p = tl.exp2(tl.where(seen, s * scale2, float("-inf")) - lse)
     else:
