@@ -252,16 +252,25 @@ def is_out_of_memory(error: BaseException) -> bool:
 def reset_peaks(device: torch.device) -> None:
     """Start the peaks anew: the highest values from here on are what ``peaks`` returns.
 
-    What waits for the garbage collector goes first, or it would count, or go in between: the call
-    that compiles a Triton kernel leaves its tensors so.
+    What waits to be freed goes first, or it would count, or go in between: the call that compiles
+    a Triton kernel leaves its tensors to the garbage collector, and PyTorch's thread that ran a
+    backward on the GPU may still hold its gradients when that has returned.
     """
     gc.collect()
     if device.type == "cuda":
+        _wait_for_backward(device)
         torch.cuda.reset_peak_memory_stats(device)
     elif sys.platform == "linux":
         # Where a container forbids it, the peak stays that of the whole process.
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # VmHWM := VmRSS
+
+
+def _wait_for_backward(device: torch.device) -> None:
+    """Run another, of no bytes: the thread lets go of one before it takes up the next."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.empty(0, device=device, requires_grad=True)
+        torch.autograd.grad(x * 1, x, x.detach())
 
 
 def current(device: torch.device) -> int:
