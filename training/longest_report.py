@@ -104,7 +104,7 @@ def to_csv(rows: list[Row]) -> str:
                 "bound": row.answer.bound,
                 "trained_seq_len": row.answer.seq_len,
                 "ended_by_seq_len": ended and ended.seq_len,
-                "ended_by": ended and " ".join((ended.message or ended.status).split()),
+                "ended_by": ended and _ended_by(ended),
                 "peak_allocated_bytes": best and best.allocated_bytes,
                 "peak_reserved_bytes": best and best.reserved_bytes,
                 "seconds_per_step": best and best.seconds_per_step,
@@ -118,6 +118,12 @@ def to_csv(rows: list[Row]) -> str:
     writer.writeheader()
     writer.writerows(lines)
     return text.getvalue()
+
+
+def _ended_by(probe: Probe) -> str:
+    if probe.status == "ok":  # it trained, but not within the limit or the card
+        return f"{probe.seconds_per_step:.1f} s, {in_gib(probe.allocated_bytes)} GiB allocated"
+    return " ".join((probe.message or probe.status).split())
 
 
 def _cells(row: Row) -> list[str]:

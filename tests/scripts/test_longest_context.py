@@ -111,6 +111,16 @@ def test_each_variant_gets_its_longest_length_on_each_card(device, tmp_path, cap
     assert table(out) == rows
 
 
+def test_the_csv_says_how_long_the_step_that_was_too_slow_took(device, tmp_path):
+    """A step takes a millisecond a token; 5.12 s end within the limit, 5.376 do not."""
+    arguments = ["attention=flash_v1", "--limit=5.2", "--tolerance=0", f"--out={tmp_path}"]
+    assert longest_context.main(arguments) == 0
+    (row,) = table(tmp_path)
+    assert (row["longest_seq_len"], row["bound"]) == ("5120", "time")
+    assert row["ended_by_seq_len"] == "5376"
+    assert row["ended_by"] == "5.4 s, 6.250 GiB allocated"
+
+
 def test_on_a_gpu_the_prediction_is_tried_first(device, tmp_path, monkeypatch):
     def longest_that_fits(cfg, card_bytes):
         assert (card_bytes, cfg.global_batch_tokens) == (40 * GIB, "auto")  # as a trial's step
