@@ -250,8 +250,8 @@ class SweepReport(Callback):
     def _to_come(self, folder: Path) -> list[Path]:
         """The folders of an earlier sweep here that this one has not come to: until it ends, its
         tables must not have fewer rows than theirs."""
-        earlier = {summary.parent for summary in folder.glob(f"*/{SUMMARY}")}
-        return sorted(earlier - set(self._folders))
+        earlier = {summary.parent.resolve() for summary in folder.glob(f"*/{SUMMARY}")}
+        return sorted(earlier - {done.resolve() for done in self._folders})
 
     def _progress(self) -> str:
         done = len(self._folders)

@@ -426,6 +426,18 @@ def test_tables_are_there_after_every_job(hydra_cfg, script):
         assert (folder_of(cfg).parent / "sweep.csv").read_text().count("\n") == 2 + i
 
 
+def test_a_job_has_one_row_where_the_sweep_s_folder_is_relative(hydra_cfg, script, monkeypatch):
+    """As multirun/..., from which Hydra makes the absolute folders of the jobs."""
+    report, jobs = SweepReport(), [hydra_cfg("ok", i) for i in range(2)]
+    sweep_dir = folder_of(jobs[0]).parent
+    monkeypatch.chdir(sweep_dir.parent)
+    for done, cfg in enumerate(jobs, start=1):
+        start(cfg, script)
+        config = hydra_config(Path(sweep_dir.name) / folder_of(cfg).name)
+        report.on_job_end(config, returned(folder_of(cfg)))
+        assert (sweep_dir / "sweep.csv").read_text().count("\n") == 1 + done
+
+
 def test_a_sweep_stopped_while_it_runs_again_leaves_all_rows(hydra_cfg, script):
     """What is known of jobs it has not come to stays in the tables."""
     jobs = [hydra_cfg("ok", i) for i in range(3)]
