@@ -35,6 +35,7 @@ from training.run_folder import unusable
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 REFUSED = (HydraException, OmegaConfBaseException, ConfigError)
+FOLDER_NAME_LENGTH = 100  # of the changes in a job's folder
 TRACEBACK = "HYDRA_FULL_ERROR"  # Hydra's own switch; users know it
 OURS = "TRAIN_SET_HYDRA_FULL_ERROR"  # says that launch() set it, to a sweep's child processes too
 
@@ -322,8 +323,13 @@ def config_groups() -> str:
 
 
 def folder_name(text: object) -> str:
-    """A command line's changes as a folder name: no separators, at most 100 characters."""
-    return re.sub(r"[^\w.,=+-]+", "-", str(text))[:100]
+    """A command line's changes as a folder name: no separators, at most 100 characters. What does
+    not fit is left out whole: half a value would be another one."""
+    name = re.sub(r"[^\w.,=+-]+", "-", str(text))
+    if len(name) <= FOLDER_NAME_LENGTH:
+        return name
+    cut = name[: FOLDER_NAME_LENGTH - len(",more")]
+    return f"{cut.rpartition(',')[0] or cut},more"
 
 
 def lr_for_width(width: object) -> float:

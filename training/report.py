@@ -197,11 +197,11 @@ def notes(rows: list[Row]) -> list[str]:
         f"longest seq_len that trained with {backend}: {length:,}"
         for backend, length in sorted(longest_lengths(rows).items())
     ]
-    tokens = {row["tokens_per_step"] for row in rows if row.get("tokens_per_step")}
-    if len(tokens) > 1:
+    trained = [row for row in rows if row.get("train_loss_last") is not None]
+    if len({row["tokens_per_step"] for row in trained}) > 1:
         lines.append(
             "losses do not compare: tokens per step differ; "
-            f"give global_batch_tokens={_common_step(rows)}"
+            f"give global_batch_tokens={_common_step(trained)}"
         )
     lines += [scaling.note(name) for name, scaling in scalings(rows)]
     lines += [
@@ -229,9 +229,8 @@ def place(where: str | None, frame: str | None) -> str:
 
 def _common_step(rows: list[Row]) -> int:
     """Tokens that are whole sequences of every length, at least as many as any run's step."""
-    known = [row for row in rows if row.get("tokens_per_step")]
-    unit = math.lcm(*(row["seq_len"] for row in known))
-    return -(-max(row["tokens_per_step"] for row in known) // unit) * unit
+    unit = math.lcm(*(row["seq_len"] for row in rows))
+    return -(-max(row["tokens_per_step"] for row in rows) // unit) * unit
 
 
 def first_line(text: str) -> str:

@@ -206,3 +206,9 @@ def test_folder_names_have_no_separators_and_an_end():
     assert cli.folder_name("attention=naive,seq_len=1024") == "attention=naive,seq_len=1024"
     assert cli.folder_name("data.files='/a/b c/*.txt'") == "data.files=-a-b-c-.txt-"
     assert len(cli.folder_name("x" * 1000)) == 100
+
+
+def test_a_folder_name_holds_no_part_of_a_value():
+    changes = [f"trainer.val_every_n_steps={n}000" for n in range(1, 9)]
+    assert cli.folder_name(",".join(changes)) == f"{','.join(changes[:3])},more"
+    assert cli.folder_name(",".join(changes[:3])) == ",".join(changes[:3])

@@ -125,7 +125,8 @@ def steps(make_run):
 
     def make(*runs):
         return read_rows(
-            make_run(i, seq_len=n, tokens_per_step=tokens) for i, (n, tokens) in enumerate(runs)
+            make_run(i, seq_len=n, tokens_per_step=tokens, train_loss_last=1.0)
+            for i, (n, tokens) in enumerate(runs)
         )
 
     return make
@@ -157,7 +158,9 @@ def test_steps_of_as_many_tokens_are_not_noted(steps):
 
 
 def test_a_run_that_never_had_a_step_is_not_noted(steps, make_run):
-    rows = [*steps((1024, 4096)), *read_rows([make_run(9, status="crashed", error="gone")])]
+    crashed = make_run(8, status="crashed", error="gone")
+    refused = make_run(9, status="error", error="no", seq_len=10**8, tokens_per_step=10**8)
+    rows = [*steps((1024, 4096)), *read_rows([crashed, refused])]
     assert "compare" not in to_markdown(rows)
 
 
