@@ -60,7 +60,7 @@ def run(cfg: DictConfig) -> dict[str, Any]:
             "tokens_per_step": batch.tokens_per_step,
         }
         if resumed:
-            check_same_run(resumed, about)
+            check_same_run(resumed, about, cfg.resume)
         warn_if_too_large(cfg, hardware, about["model"]["vocab_size"])
         summary.loggers = loggers = make_loggers(cfg, resumed)
 

@@ -452,7 +452,7 @@ def test_ctrl_c_is_interrupted(run, monkeypatch):
         signal.signal(signal.SIGINT, before)  # Lightning ignores further ones
     assert (summary["status"], summary["exit_code"]) == ("interrupted", 130)
     assert not list(Path(summary["run_dir"]).glob("checkpoints/*"))
-    assert summary["error"] == "stopped from outside, before the first checkpoint"
+    assert summary["error"] == "stopped by Ctrl-C or a signal, before the first checkpoint"
 
 
 def fail_at_validation(monkeypatch, error: BaseException) -> None:
@@ -656,10 +656,10 @@ def test_a_resumed_run_that_trained_and_failed_says_so(run, tmp_path, monkeypatc
     assert (tmp_path / "run" / "error.log").exists()
 
 
-def test_a_resume_with_another_length_says_so(run, capsys):
+def test_a_resume_with_another_length_says_so(run, tmp_path, capsys):
     run(run="first")
     capsys.readouterr()
-    again = ["max_steps=6", "resume=last"]
+    again = ["max_steps=6", f"resume={tmp_path / 'first'}"]
     assert run(*again, "seq_len=16", "global_batch_tokens=512", run="second")["status"] == "ok"
     out = capsys.readouterr().out
     assert "seq_len=16 (32 in the checkpoint) and tokens_per_step=512 (256 in the" in out

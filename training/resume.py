@@ -95,11 +95,13 @@ def read_header(path: Path) -> Resumed:
     return resumed
 
 
-def check_same_run(resumed: Resumed, about: dict[str, Any]) -> None:
+def check_same_run(resumed: Resumed, about: dict[str, Any], resume: str) -> None:
     """Refuses to go on with a model, tokeniser or optimizer other than the checkpoint's.
 
     The attention backend may change, and so may the tokens of a step, and seq_len unless positions
     are learned; a line says so, because a resume takes its settings from the command line alone.
+    Not with ``resume="last"``: there they tell that the newest checkpoint is another command's, as
+    it is when this one's run was stopped before its first.
 
     Raises:
         ConfigError: names the keys that differ, with both values.
@@ -126,6 +128,12 @@ def check_same_run(resumed: Resumed, about: dict[str, Any]) -> None:
         for key in ("seq_len", "tokens_per_step")
         if resumed.about[key] != about[key]
     ]
+    if changed and resume == "last":
+        raise ConfigError(
+            f"resume=last: the newest checkpoint is {resumed.path}, of a run of another command: "
+            f"this one has {' and '.join(changed)}; give resume={resumed.run_dir} to go on from it "
+            "all the same, or resume=null"
+        )
     console.print(f"going on from step {resumed.step} of {resumed.path}")
     if changed:
         console.print(f"note: this run goes on with {' and '.join(changed)}")

@@ -118,7 +118,7 @@ class RunSummary:
             return False
         status, message, code = outcome(error)
         if status == "interrupted" and not (self.run_dir / "checkpoints" / CHECKPOINT).exists():
-            message = "stopped from outside, before the first checkpoint"
+            message = "stopped by Ctrl-C or a signal, before the first checkpoint"
         measured = self._measured()
         if status == "oom" and "oom_where" not in measured:  # outside of the training
             device = torch.device(self.values.get("device") or "cpu")
@@ -198,7 +198,7 @@ def outcome(error: BaseException | None) -> tuple[str, str | None, int]:
     if is_out_of_memory(error):
         return "oom", _first_line(error), EXIT_CODES["oom"]
     if isinstance(error, KeyboardInterrupt | SystemExit):  # Lightning exits on Ctrl-C and SIGTERM
-        sentence = "stopped from outside; the same command with resume=last goes on from there"
+        sentence = "stopped by Ctrl-C or a signal; the same command with resume=last goes on from there"
         return "interrupted", sentence, EXIT_CODES["interrupted"]
     return "error", f"{type(error).__name__}: {_first_line(error)}", EXIT_CODES["error"]
 

@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,8 +106,8 @@ def changed(group, **values):
     return {**ABOUT, group: {**ABOUT[group], **values}}
 
 
-def check(about, was=ABOUT):
-    check_same_run(Resumed("last.ckpt", 5, was), about)
+def check(about, was=ABOUT, resume="run"):
+    check_same_run(Resumed(Path("run/checkpoints/last.ckpt"), 5, was), about, resume)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,15 @@ def test_what_may_change_is_accepted(about):
 )
 def test_other_lengths_are_told(changes, says, capsys):
     check({**ABOUT, **changes})
-    assert capsys.readouterr().out == f"going on from step 5 of last.ckpt\n{says}"
+    assert capsys.readouterr().out == f"going on from step 5 of run/checkpoints/last.ckpt\n{says}"
+
+
+@pytest.mark.parametrize("changes", [{"seq_len": 512}, {"tokens_per_step": 8192}])
+def test_the_newest_checkpoint_is_not_taken_for_another_command(changes):
+    """As after a stop before the first checkpoint: then the newest is an earlier run's."""
+    with pytest.raises(ConfigError, match="newest checkpoint is .* give resume=run to go on"):
+        check({**ABOUT, **changes}, resume="last")
+    check(changed("optim", max_steps=200), resume="last")  # a longer run of the same
 
 
 def test_a_table_of_learned_positions_fixes_seq_len():
