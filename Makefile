@@ -1,4 +1,4 @@
-# The two commands: `make train ARGS="attention=flash_v1 seq_len=8192"` and `make test`.
+# The two commands: `make train ARGS="attention=flash_v1"`, with any settings of train.py, and `make test`.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready

@@ -87,7 +87,7 @@ def point(overrides: list[str]) -> tuple[str, DictConfig]:
 
     cfg = composed(overrides)
     if resolve_hardware(cfg.device, cfg.precision).device != "cuda":
-        raise ConfigError("device=cpu is not accepted; peaks are measured on a CUDA GPU")
+        raise ConfigError(f"device={cfg.device} is the CPU here; peaks are measured on a CUDA GPU")
     sizes = {"global_batch_tokens": cfg.seq_len, "micro_batch_tokens": 1}
     typed = [*overrides, *(f"{key}={value}" for key, value in sizes.items())]
     return " ".join(typed), with_changes(cfg, sizes)

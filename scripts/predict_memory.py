@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from scripts.arguments import positive
 from scripts.ending import ended
-from training.cards import CARDS, card_bytes
+from training.cards import CARDS, CONTEXT, card_bytes
 from training.cli import one_sentence
 from training.memory_names import PARTS
 from training.units import GIB, in_gib
@@ -95,7 +95,7 @@ def _table(names: list[str], rows: list[dict[str, int]], card: str, size: int) -
         for name, row in zip(names, rows, strict=True)
     ]
     if "longest" in rows[0]:
-        named = f" ({card})" if card in CARDS else ""
+        named = f" ({card}, less {CONTEXT} for CUDA itself)" if card in CARDS else ""
         headings.append(f"longest seq_len in {size / GIB:.4g} GiB{named}")
         for line, row in zip(lines, rows, strict=True):
             line.append(f"{row['longest']:,}" if row["longest"] else "none")

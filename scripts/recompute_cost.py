@@ -42,6 +42,9 @@ from training.throughput import device_name
 
 BACKENDS = ("naive", "flash_v1", "kept_p", "recomputed_p")
 ENDED_WELL = ("model", "ok", "out of memory")
+DEFAULTS = dict(seq_lens=[1024, 2048, 4096, 8192], tokens=8192, width=2048, dtype="bf16", rounds=20)
+# Timed on a CPU, where the others would take an hour.
+ON_CPU = dict(seq_lens=[256, 512, 1024], tokens=1024, width=512, dtype="fp32", rounds=5)
 
 
 @dataclass
@@ -114,21 +117,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     gpu_option.add(parser)
     add = parser.add_argument
     add("--head-dim", type=kernel_head_dim, default=64, metavar="D")
-    add("--seq-lens", nargs="+", type=length, default=[1024, 2048, 4096, 8192])
-    add("--tokens", type=positive, default=8192, help="batch x seq_len (default: 8192)")
-    add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
+    add("--seq-lens", nargs="+", type=length, metavar="N", help=_default("seq_lens"))
+    add("--tokens", type=positive, help=f"batch x seq_len; {_default('tokens')}")
+    add("--width", type=positive, help=f"heads x head dim; {_default('width')}")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
-    add("--dtype", choices=bench_attention.DTYPES, help="default: bf16, or fp32 timed on a CPU")
+    add("--dtype", choices=bench_attention.DTYPES, help=_default("dtype"))
     default = "cuda" if cuda else "cpu"
     add("--device", type=present_device, default=default, help="of --measure; default: %(default)s")
-    add("--rounds", type=positive, default=20, help="timings of each backend (default: 20)")
+    add("--rounds", type=positive, help=f"timings of each backend; {_default('rounds')}")
     add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
-    args.dtype = args.dtype or ("fp32" if args.measure and args.device == "cpu" else "bf16")
+    for key, value in (ON_CPU if args.measure and args.device == "cpu" else DEFAULTS).items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
     gpu_option.check(parser, args, args.device)
     if args.out:
         check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".png"))
     return args
+
+
+def _default(key: str) -> str:
+    usual, cpu = (
+        " ".join(map(str, value)) if isinstance(value, list) else value
+        for value in (DEFAULTS[key], ON_CPU[key])
+    )
+    return f"default: {usual}; timed on a CPU: {cpu}"
 
 
 def backends(device: torch.device) -> dict[str, Callable]:

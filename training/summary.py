@@ -198,7 +198,7 @@ def outcome(error: BaseException | None) -> tuple[str, str | None, int]:
     if is_out_of_memory(error):
         return "oom", _first_line(error), EXIT_CODES["oom"]
     if isinstance(error, KeyboardInterrupt | SystemExit):  # Lightning exits on Ctrl-C and SIGTERM
-        sentence = "stopped by Ctrl-C or a signal; the same command with resume=last goes on from there"
+        sentence = "stopped by Ctrl-C or a signal; the same command with resume=last goes on there"
         return "interrupted", sentence, EXIT_CODES["interrupted"]
     return "error", f"{type(error).__name__}: {_first_line(error)}", EXIT_CODES["error"]
 

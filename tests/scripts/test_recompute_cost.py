@@ -152,3 +152,12 @@ def test_a_bad_gpu_is_refused(capsys):
     with pytest.raises(SystemExit):
         recompute_cost.parse(["--gpu=tpu"])
     assert "--gpu: no GPU 'tpu' in the table" in capsys.readouterr().err
+
+
+def test_a_cpu_times_less_than_a_gpu_unless_told(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    timed = recompute_cost.parse(["--measure", "--device", "cpu", "--rounds", "7"])
+    assert (timed.seq_lens, timed.tokens, timed.dtype) == ([256, 512, 1024], 1024, "fp32")
+    assert timed.rounds == 7
+    counted = recompute_cost.parse(["--dtype", "fp16"])
+    assert (counted.seq_lens[-1], counted.tokens, counted.dtype) == (8192, 8192, "fp16")

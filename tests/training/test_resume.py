@@ -158,7 +158,7 @@ def test_other_lengths_are_told(changes, says, capsys):
 @pytest.mark.parametrize("changes", [{"seq_len": 512}, {"tokens_per_step": 8192}])
 def test_the_newest_checkpoint_is_not_taken_for_another_command(changes):
     """As after a stop before the first checkpoint: then the newest is an earlier run's."""
-    with pytest.raises(ConfigError, match="newest checkpoint is .* give resume=run to go on"):
+    with pytest.raises(ConfigError, match=r"newest checkpoint is .* give resume=run to go on"):
         check({**ABOUT, **changes}, resume="last")
     check(changed("optim", max_steps=200), resume="last")  # a longer run of the same
 
