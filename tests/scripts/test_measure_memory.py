@@ -5,6 +5,7 @@ import errno
 from dataclasses import replace
 
 import pytest
+import torch
 
 from scripts import measure_memory
 from scripts.check_prediction import of_table
@@ -108,8 +109,10 @@ def test_a_disk_that_becomes_full_is_one_sentence(trials, tmp_path, monkeypatch,
     assert capsys.readouterr().err == said
 
 
-def test_a_cpu_is_refused(tmp_path, capsys):
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_cpu_is_refused(device, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit):
-        measure_memory.main(["device=cpu", f"--out={tmp_path / 'memory.csv'}"])
-    assert "device=cpu is not accepted" in capsys.readouterr().err
+        measure_memory.main([f"device={device}", f"--out={tmp_path / 'memory.csv'}"])
+    assert f"device={device} is the CPU here; peaks are" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
