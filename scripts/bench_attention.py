@@ -32,8 +32,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import flash_attention_v1, flash_attention_v2, launch, naive_attention
-from scripts import csv_file
-from scripts.arguments import (
+from scripts.common import csv_file
+from scripts.common.arguments import (
     beside,
     check_out,
     file_name,
@@ -41,9 +41,9 @@ from scripts.arguments import (
     positive,
     present_device,
 )
-from scripts.attention_peers import peers
-from scripts.ending import ended
-from scripts.timing import cold_buffer, timed_call
+from scripts.common.attention_peers import peers
+from scripts.common.ending import ended
+from scripts.common.timing import cold_buffer, timed_call
 from training import memory
 from training.errors import fail
 from training.run_folder import replacing

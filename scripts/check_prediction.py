@@ -21,10 +21,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from omegaconf import OmegaConf
 
-from scripts import csv_file
-from scripts.arguments import beside, check_out, file_name
+from scripts.common import csv_file
+from scripts.common.arguments import beside, check_out, file_name
+from scripts.common.ending import ended
 from scripts.compare_runs import find_runs
-from scripts.ending import ended
 from training.cli import one_sentence
 from training.compose import composed
 from training.report import read_rows

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from scripts.arguments import check_out
-from scripts.ending import ended
+from scripts.common.arguments import check_out
+from scripts.common.ending import ended
 from training.cli import one_sentence
 from training.comparison import TABLES, print_report, write_report
 from training.plots import PLOTS

@@ -19,8 +19,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from scripts.arguments import beside, check_out, file_name
-from scripts.ending import ended
+from scripts.common.arguments import beside, check_out, file_name
+from scripts.common.ending import ended
 from training.cli import one_sentence
 from training.figures import plot_positions, plot_recall
 from training.report import POSITIONS, SUMMARY, read_rows

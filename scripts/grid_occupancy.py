@@ -26,10 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import flash_attention_v1, gpus, tiling
 from flash_attention.v1 import tables
-from scripts import csv_file, gpu_option
-from scripts.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
-from scripts.ending import ended
-from scripts.timing import cold_buffer, timed_call
+from scripts.common import csv_file, gpu_option
+from scripts.common.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
+from scripts.common.ending import ended
+from scripts.common.timing import cold_buffer, timed_call
 from training.run_folder import replacing
 
 HEADS = [1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 132, 136, 160, 192, 224, 256, 264, 272, 320, 396, 528]

@@ -40,10 +40,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 from flash_attention import gpus, io_model, tiling
 from flash_attention.v1 import tables as v1_tables
 from flash_attention.v2 import tables
-from scripts import csv_file, gpu_option, io_plots, ncu
-from scripts.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
-from scripts.ending import ended
-from scripts.timing import cold_buffer, timed_call
+from scripts.common import csv_file, gpu_option, io_plots, ncu
+from scripts.common.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
+from scripts.common.ending import ended
+from scripts.common.timing import cold_buffer, timed_call
 from training.run_folder import replacing
 
 PARTS = ("lengths", "blocks", "l2")
@@ -342,7 +342,7 @@ def refuse(rows: list[Row], error: Exception) -> None:
 
 def probe(todo: list[Case]) -> list[str]:
     """The command line that runs each case once for ncu."""
-    command = [sys.executable, "-m", "scripts.io_probe"]
+    command = [sys.executable, "-m", "scripts.common.io_probe"]
     for case in todo:
         given = {key: value for key, value in asdict(case).items() if value is not None}
         given["forward_only"] = given.pop("kernel", None) is not None
@@ -397,7 +397,7 @@ def timed(case: Case, rounds: int) -> list[float]:
 
 
 def _rounds(case: Case, rounds: int) -> list[list[float]]:
-    from scripts.io_probe import attend, inputs
+    from scripts.common.io_probe import attend, inputs
 
     device = torch.device("cuda")
     attention = attend(case.attention, case.block_q, case.block_kv)

@@ -36,8 +36,8 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from scripts.arguments import check_out, fraction, positive, positive_number
-from scripts.ending import ended
+from scripts.common.arguments import check_out, fraction, positive, positive_number
+from scripts.common.ending import ended
 from training import report
 from training.cli import one_sentence
 from training.errors import EXIT_FAILED, EXIT_INTERRUPTED, ConfigError

@@ -21,9 +21,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from scripts import csv_file
-from scripts.arguments import check_out, file_name, positive_number
-from scripts.ending import ended
+from scripts.common import csv_file
+from scripts.common.arguments import check_out, file_name, positive_number
+from scripts.common.ending import ended
 from training.cli import one_sentence
 from training.compose import combinations, composed
 from training.devices import resolve_hardware

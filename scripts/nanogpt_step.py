@@ -28,9 +28,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from scripts import csv_file
-from scripts.arguments import check_out, file_name, positive, present_device
-from scripts.ending import ended
+from scripts.common import csv_file
+from scripts.common.arguments import check_out, file_name, positive, present_device
+from scripts.common.ending import ended
 from training import memory
 from training.devices import versions
 from training.throughput import device_name, synchronize

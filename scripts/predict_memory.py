@@ -19,8 +19,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
-from scripts.arguments import positive
-from scripts.ending import ended
+from scripts.common.arguments import positive
+from scripts.common.ending import ended
 from training.cards import CARDS, CONTEXT, card_bytes
 from training.cli import one_sentence
 from training.memory_names import PARTS

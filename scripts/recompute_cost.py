@@ -26,8 +26,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import io_model, launch, tiling
 from flash_attention.v1 import tables
-from scripts import bench_attention, csv_file, gpu_option
-from scripts.arguments import (
+from scripts import bench_attention
+from scripts.common import csv_file, gpu_option
+from scripts.common.arguments import (
     beside,
     check_out,
     file_name,
@@ -36,7 +37,7 @@ from scripts.arguments import (
     positive,
     present_device,
 )
-from scripts.ending import ended
+from scripts.common.ending import ended
 from training.run_folder import replacing
 from training.throughput import device_name
 
@@ -151,7 +152,7 @@ def backends(device: torch.device) -> dict[str, Callable]:
         "flash_v1": partial(bench_attention._call, bench_attention.flash_attention_v1),
     }
     if launch.triton is not None and (device.type == "cuda" or launch.interpreting()):
-        from scripts import kept_probabilities
+        from scripts.common import kept_probabilities
 
         found["kept_p"] = kept_probabilities.kept_p_attention
         found["recomputed_p"] = kept_probabilities.recomputed_p_attention
@@ -223,7 +224,7 @@ def plot(rows: list[Row], path: Path, device: str) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    from scripts.io_plots import plain_ticks
+    from scripts.common.io_plots import plain_ticks
 
     panels = {"gflop": "GFLOP spent", "gbyte": "GB moved, model"}
     if any(row.total_ms is not None for row in rows):

@@ -18,9 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, f
 
 from flash_attention import gpus, tiling
 from flash_attention.v1 import tables
-from scripts import gpu_option
-from scripts.arguments import kernel_head_dim
-from scripts.ending import ended
+from scripts.common import gpu_option
+from scripts.common.arguments import kernel_head_dim
+from scripts.common.ending import ended
 
 WHY = """\
 Why the tuned sizes differ from the paper's:

@@ -36,11 +36,12 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file, from anywhere
 
 from flash_attention import launch, tiling
-from scripts import bench_attention, csv_file
-from scripts.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts import bench_attention
 from scripts.bench_attention import DTYPES
-from scripts.ending import ended
-from scripts.timing import cold_buffer, timed_call
+from scripts.common import csv_file
+from scripts.common.arguments import beside, check_out, file_name, kernel_head_dim, positive
+from scripts.common.ending import ended
+from scripts.common.timing import cold_buffer, timed_call
 from training.throughput import device_name
 
 if launch.triton is not None:

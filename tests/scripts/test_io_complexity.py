@@ -9,7 +9,8 @@ from rich.console import Console
 
 from flash_attention import gpus, naive_attention, tiling
 from flash_attention.v2 import tables
-from scripts import io_complexity, io_plots, ncu
+from scripts import io_complexity
+from scripts.common import io_plots, ncu
 from scripts.io_complexity import Case
 from tests.flash_attention.parity import make_inputs
 
@@ -161,7 +162,7 @@ def test_the_probe_is_given_every_case_of_an_attention():
         Case("flash_v2", 1, 2, 64, 32, True, 16, 32, "_forward_kernel"),
     ]
     _, *module, first, second = io_complexity.probe(todo)
-    assert module == ["-m", "scripts.io_probe"]
+    assert module == ["-m", "scripts.common.io_probe"]
     same = {"attention": "flash_v2", "batch": 1, "heads": 2, "seq_len": 64, "head_dim": 32}
     assert json.loads(first) == same | {"causal": False, "forward_only": False}
     blocks = {"block_q": 16, "block_kv": 32}
@@ -171,7 +172,7 @@ def test_the_probe_is_given_every_case_of_an_attention():
 @pytest.mark.parametrize("name", io_complexity.ATTENTIONS)
 def test_the_probe_attends_by_name_with_the_blocks_it_is_given(name):
     pytest.importorskip("triton")
-    from scripts import io_probe
+    from scripts.common import io_probe
 
     q, k, v, _ = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device("cpu"))
     want = naive_attention(q, k, v, causal=True)

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from scripts import longest_context
-from scripts.ending import ended
+from scripts.common.ending import ended
 from scripts.longest_context import make_variants, parse
 from training import predict
 from training.probe_process import ProbeRunner

@@ -9,7 +9,7 @@ import torch
 
 from scripts import measure_memory
 from scripts.check_prediction import of_table
-from scripts.ending import ended
+from scripts.common.ending import ended
 from training.devices import resolve_hardware
 from training.units import GIB
 

@@ -13,7 +13,7 @@ from tests.flash_attention.parity import make_inputs, results, upcast
 
 
 def compare_with_naive(device: torch.device, dtype: torch.dtype, n: int, head_dim: int) -> None:
-    from scripts import kept_probabilities as kp
+    from scripts.common import kept_probabilities as kp
 
     q, k, v, do = make_inputs(1, 1, 1, n, n, head_dim, dtype, device)
     with torch.no_grad():  # later keys have larger scores: the maximum rises from block to block
@@ -42,7 +42,7 @@ def test_both_forms_are_attention_with_its_gradients(monkeypatch):
 
 def test_both_forms_are_launched_on_the_device_of_the_tensors(monkeypatch):
     pytest.importorskip("triton")
-    from scripts import kept_probabilities as kp
+    from scripts.common import kept_probabilities as kp
 
     current, launched_on = [], []
 

@@ -9,7 +9,7 @@ TALK = "for _ in range(100_000): print('a line of output')"
 PROGRAMS = {
     "script": f"""
 import sys
-from scripts.ending import ended
+from scripts.common.ending import ended
 def main():
     {TALK}
     return 0

@@ -11,7 +11,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]  # programs are run from here
+ROOT = Path(__file__).resolve().parents[2]  # programs are run from here
 SECTOR = 32  # bytes that L2 moves at a time
 
 _DRAM_READ, _DRAM_WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"

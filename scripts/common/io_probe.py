@@ -1,6 +1,6 @@
 """Forward and backward of some attentions at some shapes: the program that ncu watches.
 
-    ncu --profile-from-start off ... python -m scripts.io_probe \\
+    ncu --profile-from-start off ... python -m scripts.common.io_probe \\
         '{"attention": "flash_v1", "batch": 1, "heads": 32, "seq_len": 4096, "head_dim": 64}'
 
 Each argument is a case: JSON, which may also say "causal", "forward_only", "block_q" and

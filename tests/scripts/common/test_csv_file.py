@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from scripts import csv_file
+from scripts.common import csv_file
 
 
 @dataclass

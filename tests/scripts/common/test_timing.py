@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from scripts.timing import cold_buffer, timed_call
+from scripts.common.timing import cold_buffer, timed_call
 
 
 def test_on_a_cpu_a_timing_is_the_call_s_own_time():

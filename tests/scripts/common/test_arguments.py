@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts import arguments
+from scripts.common import arguments
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from scripts import ncu
+from scripts.common import ncu
 
 HEADER = ["ID", "Kernel Name", *ncu.METRICS]
 
