@@ -665,6 +665,13 @@ def test_a_resume_with_another_length_says_so(run, tmp_path, capsys):
     assert "seq_len=16 (32 in the checkpoint) and tokens_per_step=512 (256 in the" in out
 
 
+def test_the_newest_run_of_another_length_is_not_gone_on_with(run):
+    run(run="first")
+    summary = run("max_steps=6", "resume=last", "seq_len=16", run="second")
+    assert summary["status"] == "error"
+    assert "seq_len=16 (32 in the checkpoint)" in summary["error"]
+
+
 def test_a_resume_with_the_same_lengths_says_nothing_of_them(run, capsys):
     run(run="first")
     capsys.readouterr()

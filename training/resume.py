@@ -100,8 +100,9 @@ def check_same_run(resumed: Resumed, about: dict[str, Any], resume: str) -> None
 
     The attention backend may change, and so may the tokens of a step, and seq_len unless positions
     are learned; a line says so, because a resume takes its settings from the command line alone.
-    Not with ``resume="last"``: there they tell that the newest checkpoint is another command's, as
-    it is when this one's run was stopped before its first.
+    With ``resume="last"`` other lengths are refused: they tell that the newest checkpoint is of
+    another command, as it is when this one's run was stopped before its first. (Other data are
+    refused in any case, by the datamodule.)
 
     Raises:
         ConfigError: names the keys that differ, with both values.

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from training.errors import ConfigError
 from training.resume import Resumed, check_same_run, find_checkpoint, read_header
 
+NEWEST = Path("run") / "checkpoints" / "last.ckpt"
 ABOUT = {
     "model": {"width": 128, "n_layer": 4, "positions": "rotary", "seq_len": 256, "dropout": 0.0},
     "optim": {"lr": 1e-3, "max_steps": 100},
@@ -107,7 +108,7 @@ def changed(group, **values):
 
 
 def check(about, was=ABOUT, resume="run"):
-    check_same_run(Resumed(Path("run/checkpoints/last.ckpt"), 5, was), about, resume)
+    check_same_run(Resumed(NEWEST, 5, was), about, resume)
 
 
 @pytest.mark.parametrize(
@@ -152,13 +153,15 @@ def test_what_may_change_is_accepted(about):
 )
 def test_other_lengths_are_told(changes, says, capsys):
     check({**ABOUT, **changes})
-    assert capsys.readouterr().out == f"going on from step 5 of run/checkpoints/last.ckpt\n{says}"
+    assert capsys.readouterr().out == f"going on from step 5 of {NEWEST}\n{says}"
 
 
 @pytest.mark.parametrize("changes", [{"seq_len": 512}, {"tokens_per_step": 8192}])
 def test_the_newest_checkpoint_is_not_taken_for_another_command(changes):
     """As after a stop before the first checkpoint: then the newest is an earlier run's."""
-    with pytest.raises(ConfigError, match=r"newest checkpoint is .* give resume=run to go on"):
+    with pytest.raises(
+        ConfigError, match=r"another command: .* \(\d+ in the .* give resume=run to"
+    ):
         check({**ABOUT, **changes}, resume="last")
     check(changed("optim", max_steps=200), resume="last")  # a longer run of the same
 
