@@ -323,13 +323,15 @@ def config_groups() -> str:
 
 
 def folder_name(text: object) -> str:
-    """A command line's changes as a folder name: no separators, at most 100 characters. What does
-    not fit is left out whole: half a value would be another one."""
+    """A command line's changes as a folder name: no separators, at most 100 characters. A change
+    that does not fit is left out whole, as half a value would be another one; only a first one of
+    that length is cut."""
     name = re.sub(r"[^\w.,=+-]+", "-", str(text))
     if len(name) <= FOLDER_NAME_LENGTH:
         return name
-    cut = name[: FOLDER_NAME_LENGTH - len(",more")]
-    return f"{cut.rpartition(',')[0] or cut},more"
+    room = FOLDER_NAME_LENGTH - len(",more")
+    ends = [comma.start() for comma in re.finditer(r",(?=[\w.+]+=)", name)]
+    return f"{name[: max((end for end in ends if end <= room), default=room)]},more"
 
 
 def lr_for_width(width: object) -> float:

@@ -197,7 +197,7 @@ def notes(rows: list[Row]) -> list[str]:
         f"longest seq_len that trained with {backend}: {length:,}"
         for backend, length in sorted(longest_lengths(rows).items())
     ]
-    trained = [row for row in rows if row.get("train_loss_last") is not None]
+    trained = [r for r in rows if r.get("train_loss_last") is not None and r.get("tokens_per_step")]
     if len({row["tokens_per_step"] for row in trained}) > 1:
         lines.append(
             "losses do not compare: tokens per step differ; "

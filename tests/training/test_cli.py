@@ -212,3 +212,5 @@ def test_a_folder_name_holds_no_part_of_a_value():
     changes = [f"trainer.val_every_n_steps={n}000" for n in range(1, 9)]
     assert cli.folder_name(",".join(changes)) == f"{','.join(changes[:3])},more"
     assert cli.folder_name(",".join(changes[:3])) == ",".join(changes[:3])
+    long_list = f"data.files={','.join(['some.txt'] * 20)}"
+    assert cli.folder_name(f"seed=1,{long_list}") == "seed=1,more"
