@@ -321,6 +321,22 @@ def test_what_waits_for_the_garbage_collector_does_not_count_as_a_peak():
         gc.enable()
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_peak_of_a_gpu_begins_after_a_backward_of_its_own(mode, monkeypatch):
+    """On the thread that may still hold another's gradients; here it is the caller's."""
+    seen = []
+    backward = torch.autograd.grad
+    monkeypatch.setattr(
+        torch.autograd, "grad", lambda *a: seen.append(("backward", backward(*a)[0].nbytes))
+    )
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: seen.append("reset"))
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *a, device, **k: empty(*a, **k))
+    with mode():
+        memory.reset_peaks(torch.device("cuda"))
+    assert seen == [("backward", 0), "reset"]
+
+
 def test_the_peak_on_windows_is_that_of_the_working_set(monkeypatch):
     process = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=123))
     monkeypatch.setattr(memory, "sys", SimpleNamespace(platform="win32"))
