@@ -39,7 +39,7 @@ def prepare(
             raise TypeError(f"{name} must be a number; got {number!r}")
     # Not math.isfinite: a compiled graph breaks there once it has met a second scale.
     if scale is not None and not -MAX_SCALE <= scale <= MAX_SCALE:
-        raise ValueError(f"scale must be within -{MAX_SCALE} and {MAX_SCALE}; got {scale}")
+        raise ValueError(f"scale must be between -{MAX_SCALE} and {MAX_SCALE}; got {scale}")
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p must be in [0, 1); got {dropout_p}")
     if segment_ids is not None:

@@ -141,7 +141,7 @@ def advance(m, l, s, seen, scale2, MASKED: tl.constexpr):
     else:
         # The scale is not negative, so it may wait until after the maximum: s * scale2 - m is one
         # fused multiply-add. What m was rounded by stays in P and l, and goes with their division;
-        # beside scores above 2^28 (2^31), P may be more than float16 (float32) holds.
+        # beside an m above 2^28 (2^31), P may be more than float16 (float32) holds.
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale2)
         shift = m_new
         p = tl.exp2(s * scale2 - shift[:, None])

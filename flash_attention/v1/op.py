@@ -37,7 +37,7 @@ def flash_attention_v1(
         q: ``[B, H, Nq, D]``, float16, bfloat16, float32 or float64, any strides, D up to 256.
         k, v: ``[B, Hkv, Nk, D]``, H a multiple of Hkv (grouped-query attention).
         causal: mask aligned bottom-right: the last query sees the last key.
-        scale: factor on QK^T as given, 0.0 included; None means 1/sqrt(D).
+        scale: factor on QK^T as given, 0.0 included, up to 2.3e38; None means 1/sqrt(D).
         dropout_p: probability of dropping an entry of P, in [0, 1). The mask is a function of a
             seed drawn from PyTorch's generator and is replayed in backward, never stored.
         segment_ids: ``[B, N]`` integers; a token attends within its own segment only.

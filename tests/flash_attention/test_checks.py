@@ -5,6 +5,7 @@ import torch
 
 from flash_attention import (
     FlashAttentionV1,
+    checks,
     flash_attention_v1,
     flash_attention_v2,
     naive_attention,
@@ -35,9 +36,9 @@ def tensors(**changes):
         ({**tensors(), "k": torch.zeros(2, 2, 8, 16).half()}, "same dtype"),
         ({**tensors(), "dropout_p": 1.0}, "dropout_p must be in .0, 1.; got 1.0"),
         ({**tensors(), "dropout_p": -0.1}, "dropout_p must be"),
-        ({**tensors(), "scale": float("nan")}, "scale must be within .* got nan"),
-        ({**tensors(), "scale": float("-inf")}, "scale must be within .* got -inf"),
-        ({**tensors(), "scale": 2.4e38}, r"scale must be within .* got 2\.4e\+38"),
+        ({**tensors(), "scale": float("nan")}, "scale must be between .* got nan"),
+        ({**tensors(), "scale": float("-inf")}, "scale must be between .* got -inf"),
+        ({**tensors(), "scale": 2.4e38}, r"scale must be between .* got 2\.4e\+38"),
         ({**tensors(), "segment_ids": torch.zeros(2, 7, dtype=torch.int64)}, r"\(2, 8\)"),
         (
             {**tensors(q=(2, 4, 9, 16)), "segment_ids": torch.zeros(2, 8, dtype=torch.int64)},
@@ -48,6 +49,17 @@ def tensors(**changes):
 def test_a_bad_value_is_named(attention, arguments, message):
     with pytest.raises(ValueError, match=message):
         attention(**arguments)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("attention", BACKENDS)
+def test_the_largest_scale_computes(attention, sign):
+    """Scores of 23 and 25.3, of q and k that are as small as the scale is large."""
+    scale = sign * checks.MAX_SCALE
+    q, k = torch.ones(1, 1, 1, 1) * 1e-19, torch.tensor([1e-18, 1.1e-18]).reshape(1, 1, 2, 1)
+    v = torch.tensor([0.0, 1.0]).reshape(1, 1, 2, 1)
+    weight = torch.sigmoid(torch.tensor(sign * 2.3))
+    torch.testing.assert_close(attention(q, k, v, scale=scale), weight.reshape(1, 1, 1, 1))
 
 
 @pytest.mark.parametrize("attention", BACKENDS)
