@@ -40,6 +40,7 @@ from scripts.common.arguments import (
     kernel_head_dim,
     positive,
     present_device,
+    two_defaults,
 )
 from scripts.common.attention_peers import peers
 from scripts.common.ending import ended
@@ -135,15 +136,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
-
-    def default(key: str) -> str:
-        gpu, cpu = (
-            " ".join(map(str, value)) if isinstance(value, list) else value
-            for value in (ON_GPU[key], ON_CPU[key])
-        )
-        return f"default: {gpu}; on a CPU {cpu}"
-
+    add, default = parser.add_argument, partial(two_defaults, ON_GPU, ON_CPU)
     add("--backends", nargs="+", metavar="NAME", help="default: all that import and run here")
     add("--head-dims", nargs="+", type=kernel_head_dim, default=[64, 128], metavar="D")
     add("--seq-lens", nargs="+", type=positive, metavar="N", help=default("seq_lens"))

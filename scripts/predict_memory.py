@@ -95,7 +95,8 @@ def _table(names: list[str], rows: list[dict[str, int]], card: str, size: int) -
         for name, row in zip(names, rows, strict=True)
     ]
     if "longest" in rows[0]:
-        named = f" ({card}, less {CONTEXT} for CUDA itself)" if card in CARDS else ""
+        known = card in CARDS
+        named = f" ({card}: {CARDS[card]}, less {CONTEXT} for CUDA itself)" if known else ""
         headings.append(f"longest seq_len in {size / GIB:.4g} GiB{named}")
         for line, row in zip(lines, rows, strict=True):
             line.append(f"{row['longest']:,}" if row["longest"] else "none")

@@ -36,6 +36,7 @@ from scripts.common.arguments import (
     length,
     positive,
     present_device,
+    two_defaults,
 )
 from scripts.common.ending import ended
 from training.run_folder import replacing
@@ -44,8 +45,7 @@ from training.throughput import device_name
 BACKENDS = ("naive", "flash_v1", "kept_p", "recomputed_p")
 ENDED_WELL = ("model", "ok", "out of memory")
 DEFAULTS = dict(seq_lens=[1024, 2048, 4096, 8192], tokens=8192, width=2048, dtype="bf16", rounds=20)
-# Timed on a CPU, where the others would take an hour.
-ON_CPU = dict(seq_lens=[256, 512, 1024], tokens=1024, width=512, dtype="fp32", rounds=5)
+ON_CPU = {key: bench_attention.ON_CPU[key] for key in DEFAULTS}  # timed there
 
 
 @dataclass
@@ -116,16 +116,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     cuda = torch.cuda.is_available()
     gpu_option.add(parser)
-    add = parser.add_argument
+    add, default = parser.add_argument, partial(two_defaults, DEFAULTS, ON_CPU)
     add("--head-dim", type=kernel_head_dim, default=64, metavar="D")
-    add("--seq-lens", nargs="+", type=length, metavar="N", help=_default("seq_lens"))
-    add("--tokens", type=positive, help=f"batch x seq_len; {_default('tokens')}")
-    add("--width", type=positive, help=f"heads x head dim; {_default('width')}")
+    add("--seq-lens", nargs="+", type=length, metavar="N", help=default("seq_lens"))
+    add("--tokens", type=positive, help=f"batch x seq_len; {default('tokens')}")
+    add("--width", type=positive, help=f"heads x head dim; {default('width')}")
     add("--causal", action=argparse.BooleanOptionalAction, default=False)
-    add("--dtype", choices=bench_attention.DTYPES, help=_default("dtype"))
-    default = "cuda" if cuda else "cpu"
-    add("--device", type=present_device, default=default, help="of --measure; default: %(default)s")
-    add("--rounds", type=positive, help=f"timings of each backend; {_default('rounds')}")
+    add("--dtype", choices=bench_attention.DTYPES, help=default("dtype"))
+    here = "cuda" if cuda else "cpu"
+    add("--device", type=present_device, default=here, help="of --measure; default: %(default)s")
+    add("--rounds", type=positive, help=f"timings of each backend; {default('rounds')}")
     add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
     for key, value in (ON_CPU if args.measure and args.device == "cpu" else DEFAULTS).items():
@@ -135,14 +135,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.out:
         check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".png"))
     return args
-
-
-def _default(key: str) -> str:
-    usual, cpu = (
-        " ".join(map(str, value)) if isinstance(value, list) else value
-        for value in (DEFAULTS[key], ON_CPU[key])
-    )
-    return f"default: {usual}; timed on a CPU: {cpu}"
 
 
 def backends(device: torch.device) -> dict[str, Callable]:

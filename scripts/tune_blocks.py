@@ -185,7 +185,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--seq-lens", nargs="+", type=positive, default=[1024, 4096, 16384], metavar="N")
     add("--tokens", type=positive, default=16384, help="batch x seq_len (default: 16384)")
     add("--width", type=positive, default=2048, help="heads x head dim (default: 2048)")
-    add("--dtype", choices=DTYPES, default="bf16")
+    default = "fp32" if launch.interpreting() else "bf16"
+    add("--dtype", choices=DTYPES, default=default, help="default: %(default)s")
     add("--grid", nargs="+", default=[], metavar="FIELD=V,V", help="other values of Blocks' fields")
     add("--rounds", type=positive, default=10, help="timings of each (default: 10)")
     workers = min(16, os.cpu_count() or 1)
@@ -201,7 +202,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in args.grid:
         if not any(name in GRIDS[kernel] for kernel in args.kernels):
             parser.error(f"--grid: {name} is no choice of {', '.join(args.kernels)}")
-    if args.dtype == "bf16" and not torch.cuda.is_available():
+    if args.dtype == "bf16" and launch.interpreting():
         parser.error("--dtype: bf16 is wrong in Triton's interpreter; give fp16 or fp32")
     if min(args.seq_lens) < 2:
         parser.error("--seq-lens: 1 token has dq and dk of 0; give lengths of at least 2")

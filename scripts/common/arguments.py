@@ -51,6 +51,15 @@ def present_device(text: str) -> str:
     return text
 
 
+def two_defaults(usual: dict[str, Any], on_cpu: dict[str, Any], key: str) -> str:
+    """The text of --help for an argument whose default is another one on a CPU."""
+    texts = (
+        " ".join(map(str, value)) if isinstance(value, list) else value
+        for value in (usual[key], on_cpu[key])
+    )
+    return "default: {}; on a CPU: {}".format(*texts)
+
+
 def file_name(text: str) -> Path:
     """A path whose last part names a file, or what files begin with."""
     path = Path(text)

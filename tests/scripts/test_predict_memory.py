@@ -80,7 +80,7 @@ def test_in_a_file_there_is_no_bar(by_hand, monkeypatch, capsys):
 def test_a_card_has_a_name(by_hand, capsys):
     assert predict_memory.main(["--card=rtx4090", "--multiple=1024"]) == 0
     (label,) = (row[0] for row in printed(capsys) if "longest" in row[0])
-    assert label.endswith("22.9 GiB (rtx4090, less 0.6 for CUDA itself)")
+    assert label.endswith("22.9 GiB (rtx4090: 23.5, less 0.6 for CUDA itself)")
 
 
 @pytest.mark.parametrize(

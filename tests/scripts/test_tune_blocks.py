@@ -160,7 +160,7 @@ def test_what_cannot_be_compared_is_refused(given, said, settings, capsys):
 
 
 def test_the_status_says_that_no_candidate_is_right(settings, monkeypatch, capsys):
-    monkeypatch.setitem(tune_blocks.BOUNDS, "fp32", 0.0)
+    monkeypatch.setitem(tune_blocks.BOUNDS, "fp32", -1.0)
     given = [*SMALL, "--seq-lens", "32", "--grid", *ONE[:2]]
     assert tune_blocks.main(["v2_dq", *given]) == 1
     assert "v2_dq, 16: none is right" in capsys.readouterr().out
