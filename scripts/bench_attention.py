@@ -44,6 +44,7 @@ from scripts.common.arguments import (
 )
 from scripts.common.attention_peers import peers
 from scripts.common.ending import ended
+from scripts.common.measured_table import measured_table
 from scripts.common.timing import cold_buffer, timed_call
 from training import memory
 from training.errors import fail
@@ -308,30 +309,30 @@ def interleave(
 
 
 def table(rows: list[Row]) -> Table:
-    out = Table(title="TFLOP/s, and how many times as fast as others", title_justify="left")
-    columns = "head dim,N,causal,backend,forward,backward,both"
-    columns += ",forward / naive,both / naive,forward / sdpa_flash,backward / sdpa_flash"
-    columns += ",launch ms,peak MiB"
-    for name in columns.split(","):
-        out.add_column(name, justify="left" if name == "backend" else "right")
-    for row in rows:
-        numbers = (
-            row.forward_tflops,
-            row.backward_tflops,
-            row.total_tflops,
-            row.forward_vs_naive,
-            row.total_vs_naive,
-            row.forward_vs_sdpa_flash,
-            row.backward_vs_sdpa_flash,
-            row.launch_ms,
-            row.peak_mib,
-        )
-        shown = ["" if x is None else f"{x:.3g}" if x < 10 else f"{x:,.0f}" for x in numbers]
-        if row.status != "ok":
-            shown[0] = row.status
-        causal = "yes" if row.causal else "no"
-        out.add_row(str(row.head_dim), str(row.seq_len), causal, row.backend, *shown)
-    return out
+    headings = "head dim,N,causal,backend,forward,backward,both"
+    headings += ",forward / naive,both / naive,forward / sdpa_flash,backward / sdpa_flash"
+    headings += ",launch ms,peak MiB"
+    title = "TFLOP/s, and how many times as fast as others"
+    return measured_table(title, headings.split(","), map(_line, rows), left=["backend"])
+
+
+def _line(row: Row) -> list[str]:
+    numbers = (
+        row.forward_tflops,
+        row.backward_tflops,
+        row.total_tflops,
+        row.forward_vs_naive,
+        row.total_vs_naive,
+        row.forward_vs_sdpa_flash,
+        row.backward_vs_sdpa_flash,
+        row.launch_ms,
+        row.peak_mib,
+    )
+    shown = ["" if x is None else f"{x:.3g}" if x < 10 else f"{x:,.0f}" for x in numbers]
+    if row.status != "ok":
+        shown[0] = row.status
+    causal = "yes" if row.causal else "no"
+    return [str(row.head_dim), str(row.seq_len), causal, row.backend, *shown]
 
 
 def write(rows: list[Row], out: Path, device: torch.device) -> None:

@@ -29,6 +29,7 @@ from flash_attention.v1 import tables
 from scripts.common import csv_file, gpu_option
 from scripts.common.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
 from scripts.common.ending import ended
+from scripts.common.measured_table import measured_table
 from scripts.common.timing import cold_buffer, timed_call
 from training.run_folder import replacing
 
@@ -115,17 +116,16 @@ def timed(row: Row, rounds: int) -> float:
 
 
 def table(rows: list[Row]) -> Table:
-    columns = "head dim,batch x heads,q_splits,programs,waves,model: row blocks,ms,TFLOP/s"
-    out = Table(*columns.split(","), title="grid of flash_v1, forward", title_justify="left")
-    for column in out.columns:
-        column.justify = "right"
-    for row in rows:
-        measured = ["" if x is None else f"{x:.3f}" for x in (row.ms, row.tflops)]
-        out.add_row(
-            str(row.head_dim), str(row.heads), row.q_splits, str(row.programs), str(row.waves),
-            f"{row.work:.1f}", *measured,
-        )  # fmt: skip
-    return out
+    headings = "head dim,batch x heads,q_splits,programs,waves,model: row blocks,ms,TFLOP/s"
+    return measured_table("grid of flash_v1, forward", headings.split(","), map(_line, rows))
+
+
+def _line(row: Row) -> list[str]:
+    measured = ["" if x is None else f"{x:.3f}" for x in (row.ms, row.tflops)]
+    return [
+        str(row.head_dim), str(row.heads), row.q_splits, str(row.programs), str(row.waves),
+        f"{row.work:.1f}", *measured,
+    ]  # fmt: skip
 
 
 def plot(rows: list[Row], path: Path, gpu: gpus.Gpu) -> None:

@@ -43,6 +43,7 @@ from flash_attention.v2 import tables
 from scripts.common import csv_file, gpu_option, io_plots, ncu
 from scripts.common.arguments import beside, check_out, file_name, kernel_head_dim, length, positive
 from scripts.common.ending import ended
+from scripts.common.measured_table import measured_table
 from scripts.common.timing import cold_buffer, timed_call
 from training.run_folder import replacing
 
@@ -439,12 +440,8 @@ def table(rows: list[Row], part: str) -> Table:
     row = rows[0]
     same = {"blocks": f"N = {row.seq_len:,}, {row.heads} heads", "l2": f"N = {row.seq_len:,}"}
     title = f"bytes moved: {part}, {same.get(part, f'{row.heads} heads')}, D = {row.head_dim}"
-    out = Table(title=title, title_justify="left")
-    for name in columns:
-        out.add_column(name, justify="left" if name == "attention" else "right")
-    for row in rows:
-        out.add_row(*(str(f(row) or "") for f in columns.values()))
-    return out
+    lines = ([str(f(row) or "") for f in columns.values()] for row in rows)
+    return measured_table(title, list(columns), lines, left=["attention"])
 
 
 def _giga(count: float | None) -> str | None:

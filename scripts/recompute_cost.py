@@ -39,6 +39,7 @@ from scripts.common.arguments import (
     two_defaults,
 )
 from scripts.common.ending import ended
+from scripts.common.measured_table import measured_table
 from training.run_folder import replacing
 from training.throughput import device_name
 
@@ -198,17 +199,17 @@ def kept(shape: io_model.Shape, block_q: int, block_kv: int) -> int:
 
 
 def table(rows: list[Row]) -> Table:
-    out = Table(title="forward + backward", title_justify="left")
-    columns = "N,backend,GFLOP,GB (model),forward ms,backward ms,both ms,peak MiB,status"
-    for name in columns.split(","):
-        out.add_column(name, justify="left" if name in ("backend", "status") else "right")
-    for row in rows:
-        numbers = (
-            row.gflop, row.gbyte, row.forward_ms, row.backward_ms, row.total_ms, row.peak_mib,
-        )  # fmt: skip
-        shown = ["" if x is None else f"{x:,.3f}" if x < 100 else f"{x:,.0f}" for x in numbers]
-        out.add_row(f"{row.seq_len:,}", row.backend, *shown, row.status)
-    return out
+    headings = "N,backend,GFLOP,GB (model),forward ms,backward ms,both ms,peak MiB,status"
+    lines = map(_line, rows)
+    return measured_table("forward + backward", headings.split(","), lines, ["backend", "status"])
+
+
+def _line(row: Row) -> list[str]:
+    numbers = (
+        row.gflop, row.gbyte, row.forward_ms, row.backward_ms, row.total_ms, row.peak_mib,
+    )  # fmt: skip
+    shown = ["" if x is None else f"{x:,.3f}" if x < 100 else f"{x:,.0f}" for x in numbers]
+    return [f"{row.seq_len:,}", row.backend, *shown, row.status]
 
 
 def plot(rows: list[Row], path: Path, device: str) -> None:
