@@ -37,6 +37,7 @@ from scripts.common.arguments import (
     beside,
     check_out,
     file_name,
+    fill,
     kernel_head_dim,
     positive,
     present_device,
@@ -152,9 +153,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--q-splits", nargs="+", metavar="S", help=splits)
     add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
-    for key, value in (ON_CPU if args.device == "cpu" else ON_GPU).items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
+    fill(args, ON_CPU if args.device == "cpu" else ON_GPU)
     args.causal = [True, False] if args.causal is None else [args.causal]
     try:
         args.q_splits = [s if s == "auto" else positive(s) for s in args.q_splits]

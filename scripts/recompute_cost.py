@@ -32,6 +32,7 @@ from scripts.common.arguments import (
     beside,
     check_out,
     file_name,
+    fill,
     kernel_head_dim,
     length,
     positive,
@@ -129,9 +130,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=positive, help=f"timings of each backend; {default('rounds')}")
     add("--out", type=file_name, metavar="PATH", help="write PATH.csv and PATH.png")
     args = parser.parse_args(argv)
-    for key, value in (ON_CPU if args.measure and args.device == "cpu" else DEFAULTS).items():
-        if getattr(args, key) is None:
-            setattr(args, key, value)
+    fill(args, ON_CPU if args.measure and args.device == "cpu" else DEFAULTS)
     gpu_option.check(parser, args, args.device)
     if args.out:
         check_out(args.out, beside(args.out, ".csv"), beside(args.out, ".png"))

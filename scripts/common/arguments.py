@@ -60,6 +60,13 @@ def two_defaults(usual: dict[str, Any], on_cpu: dict[str, Any], key: str) -> str
     return "default: {}; on a CPU: {}".format(*texts)
 
 
+def fill(args: argparse.Namespace, defaults: dict[str, Any]) -> None:
+    """Give the arguments that were not given their defaults."""
+    for key, value in defaults.items():
+        if getattr(args, key) is None:
+            setattr(args, key, value)
+
+
 def file_name(text: str) -> Path:
     """A path whose last part names a file, or what files begin with."""
     path = Path(text)
