@@ -1,15 +1,21 @@
 # The two commands: `make train ARGS="attention=flash_v1"`, with any settings of train.py, and `make test`.
+# `make test-gpu` is for a machine with a CUDA GPU.
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: train test lint format lock clean
+.PHONY: train test test-gpu lint format lock clean
 
 train: $(READY)
 	@$(BIN)/python train.py $(ARGS)
 
 test: lint
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
+
+# What fills the GPU runs after the rest, in one process.
+test-gpu: $(READY)
+	@$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -m "gpu and alone"
 
 lint: $(READY)
 	@$(BIN)/ruff check .

@@ -377,6 +377,7 @@ def test_deterministic_gradients_repeat_bit_for_bit(flash, device):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("deterministic", [True, False])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_no_race_shows_in_a_full_gpu(flash, head_dim, deterministic):

@@ -10,6 +10,8 @@ from torch import Tensor
 from flash_attention import naive_attention
 from tests.flash_attention.parity import assert_within_bound, make_inputs, results, upcast
 
+pytestmark = pytest.mark.alone
+
 FAR = 2**31
 # The dimension that is spread, and B, H, Hkv: at least 3 of it, so that its stride fits in 32 bits
 # where its last index times the stride does not.
