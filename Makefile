@@ -14,6 +14,7 @@ test: lint
 
 # What fills the GPU runs after the rest, in one process.
 test-gpu: $(READY)
+	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make test-gpu needs a CUDA GPU; PyTorch finds none")'
 	@$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal $(ARGS)
 	@$(BIN)/python -m pytest -m "gpu and alone"
 
