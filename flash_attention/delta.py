@@ -9,6 +9,10 @@ from flash_attention import launch, tiling
 from flash_attention.tiles import load_rows, locate, store_rows
 
 BLOCK_Q = 64
+# D sums products over threads, and each thread ends with the sum. Where one holds a single product
+# of a row, a fused multiply-add would round the other thread's product and not its own: sums that
+# differ in the last bit, and which of them is stored is left open.
+OPTIONS = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -74,6 +78,6 @@ def delta(o: Tensor, do: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, 
             o, do, m, l, scaled, lse, d, *o.stride(), *do.stride(), *scaled.stride(),
             batch * heads, heads, nq,
             HEAD_DIM=head_dim, BLOCK_D=tiling.padded_head_dim(head_dim), BLOCK_Q=BLOCK_Q,
-            ACC=launch.triton_dtype(l.dtype),
+            ACC=launch.triton_dtype(l.dtype), **OPTIONS,
         )  # fmt: skip
     return scaled, lse, d

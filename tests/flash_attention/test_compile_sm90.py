@@ -1,5 +1,5 @@
 """Every kernel compiles for Hopper, fits its shared memory, keeps its matrix products apart and its
-numbers in registers, but for a few.
+numbers in registers, but for a few, and sums alike in every thread.
 
 No GPU is needed: Triton compiles for a target it is told. The interpreter accepts programs that the
 compiler refuses, so this is what a machine without a GPU knows about one with.
@@ -42,16 +42,31 @@ TABLES = {
     "v2_dk_dv": v2_tables.DK_DV,
     "v2_dq": v2_tables.DQ,
 }
+OPTIONS = {"delta": delta.OPTIONS}
 INTEGERS = {"segment_ptr": "*i64", "span_ptr": "*i32", "seed_ptr": "*i64"}
 
 
+def fused_shuffles(ptx):
+    """How many values of another thread go into a fused multiply-add."""
+    theirs, fused = set(), 0
+    for line in ptx.splitlines():
+        words = re.findall("[%.A-Za-z0-9_]+", line) or [""]
+        if words[0].startswith("shfl") or words[0].startswith("mov") and words[2] in theirs:
+            theirs.add(words[1])
+        elif words[0].startswith("fma"):
+            fused += not theirs.isdisjoint(words[2:])
+    return fused
+
+
 def compile_kernel(name, head_dim, size, variant):
-    """What the launchers pass: aligned pointers and strides, the last stride 1."""
+    """What the launchers pass: aligned pointers and, but for one variant, strides, the last 1."""
+    everything, strides_aligned = variant == "all", variant != "unaligned"
     kernel, element = KERNELS[name], "*bf16" if size == 2 else "*fp32"
     blocks = tiling.tuned(TABLES.get(name, v1_tables.BACKWARD), head_dim, size)
     block_d = tiling.padded_head_dim(head_dim)
     values = dict(
-        CAUSAL=True, SEGMENTS=variant, DROPOUT=variant, ATOMIC=not variant, HEAD_DIM=head_dim,
+        CAUSAL=True, SEGMENTS=everything, DROPOUT=everything, ATOMIC=not everything,
+        HEAD_DIM=head_dim,
         DESCRIPTORS=blocks.descriptors, BLOCK_D=block_d, BLOCK_Q=blocks.block_q,
         BLOCK_KV=blocks.block_kv, ACC=tl.float32, PRECISION="ieee", BLOCK=64, CHUNK=segments.CHUNK,
     )
@@ -70,14 +85,17 @@ def compile_kernel(name, head_dim, size, variant):
         elif argument in ("scale", "keep_scale"):
             kind, aligned = "fp32", False
         else:
-            kind, aligned = "i32", argument.startswith("stride") or argument in ("nq", "nk")
+            stride = argument.startswith("stride")
+            kind, aligned = "i32", strides_aligned if stride else argument in ("nq", "nk")
         signature[argument] = kind
         if aligned:
             attributes[(i,)] = [["tt.divisibility", 16]]
     compiled = triton.compile(
         ASTSource(kernel, signature, constants, attributes),
         target=GPUTarget("cuda", 90, 32),
-        options=dict(num_warps=blocks.num_warps, num_stages=blocks.num_stages),
+        options=dict(
+            num_warps=blocks.num_warps, num_stages=blocks.num_stages, **OPTIONS.get(name, {})
+        ),
     )
     ptxas = os.path.join(os.path.dirname(triton.__file__), "backends/nvidia/bin/ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
@@ -87,20 +105,22 @@ def compile_kernel(name, head_dim, size, variant):
         words = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     serialized = "C7510" in words or "C7512" in words
     spilled = max(int(n) for n in re.findall("([0-9]+) bytes spill stores", words))
-    print(compiled.metadata.shared, serialized, spilled)
+    print(compiled.metadata.shared, serialized, spilled, fused_shuffles(compiled.asm["ptx"]))
 
 
 for case in sys.argv[1:]:
     name, head_dim, size, variant = case.split()
-    compile_kernel(name, int(head_dim), int(size), variant == "all")
+    compile_kernel(name, int(head_dim), int(size), variant)
 '''
 
 
-# Kernel, head dim, bytes of an element, and "all" (segments and dropout) or "plain" (neither).
+# Kernel, head dim, bytes of an element, and "all" (segments and dropout) or "plain" (neither); with
+# "unaligned" strides a thread holds single numbers.
 CASES = [
     *("forward 64 2 all", "forward 128 2 plain", "spans 64 2 plain"),
     *("backward 64 2 all", "backward 128 2 plain", "delta 80 2 plain"),
     *("v2_forward 128 2 all", "v2_dk_dv 128 2 plain", "v2_dq 128 2 plain", "v2_dq 64 4 plain"),
+    *("delta 24 4 unaligned", "v2_forward 24 4 unaligned"),
 ]
 
 
@@ -111,7 +131,8 @@ def test_the_kernels_compile_and_fit():
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
     for case, line in zip(CASES, lines, strict=True):
-        shared, serialized, spilled = line.split()
+        shared, serialized, spilled, fused_shuffles = line.split()
         assert int(shared) <= SHARED_MEMORY, case
         assert serialized == "False", case  # ptxas says where products wait for each other
         assert int(spilled) <= SPILLED, case
+        assert int(fused_shuffles) == 0, case  # or threads would sum a row to different last bits

@@ -85,3 +85,17 @@ def test_a_row_that_sees_no_key_has_an_infinite_log_sum_exp_and_its_own_do(devic
     assert row_delta[0, 1, 5] == 0.0
     assert torch.equal(scaled[0, 1, 5], do[0, 1, 5])
     assert lse.isfinite().sum() == lse.numel() - 1
+
+
+@kernels
+def test_every_product_is_rounded_before_the_sum(device):
+    """Fused multiply-adds round one product of two: which one differs by thread, where threads
+    share a row, and so would what is stored (triton#7264)."""
+    from flash_attention.delta import delta
+
+    generator = torch.Generator().manual_seed(0)
+    o, do = torch.randn(2, 2, 3, 70, 2, generator=generator).to(device)
+    m, l = torch.zeros(2, 3, 70, device=device), torch.ones(2, 3, 70, device=device)
+    _, _, row_delta = delta(o, do, m, l)
+    products = o * do
+    assert torch.equal(row_delta, products[..., 0] + products[..., 1])
