@@ -138,9 +138,14 @@ def num_processors(device: torch.device) -> int:
 
 def dot_precision(dtype: torch.dtype) -> str:
     """How tl.dot treats float32: exactly, unless the user's torch setting allows TF32."""
-    if dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return "tf32"
-    return "ieee"
+    return "tf32" if dtype == torch.float32 and allows_tf32() else "ieee"
+
+
+def allows_tf32() -> bool:
+    """Whether PyTorch may round float32 products to TF32. What was set through the older names,
+    allow_tf32 and set_float32_matmul_precision, shows here too; those cannot be read any more once
+    this one was set."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def rounded(result: Tensor, like: Tensor, factor: float = 1.0) -> Tensor:

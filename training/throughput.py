@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 
+from flash_attention import launch
+
 # Peak dense TFLOP/s (no structured sparsity) of a whole device, by the name CUDA gives it.
 # Half precision means float16 or bfloat16 products summed in float32; GeForce cards run these at
 # half the rate NVIDIA prints first. A name that is not matched whole (a laptop variant, a MIG
@@ -41,7 +43,7 @@ def product_format(precision: str) -> str:
         return "bfloat16"
     if precision.startswith("16"):
         return "float16"
-    return "float32" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return "tf32" if launch.allows_tf32() else "float32"
 
 
 def peak_flops(device_name: str, number_format: str) -> float | None:

@@ -85,3 +85,31 @@ def test_float64_on_a_gpu_takes_the_tiles():
     assert not launch.use_triton(OnGpu())
     OnGpu.dtype = torch.bfloat16
     assert launch.use_triton(OnGpu())
+
+
+MATMUL = torch.backends.cuda.matmul
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        lambda: setattr(MATMUL, "fp32_precision", "tf32"),
+        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+        lambda: setattr(MATMUL, "allow_tf32", True),
+        lambda: torch.set_float32_matmul_precision("high"),
+    ],
+    ids=["fp32_precision of products", "fp32_precision", "allow_tf32", "high"],
+)
+def test_float32_products_follow_every_setting_of_tf32(allow):
+    """PyTorch has older and newer names, and refuses to read an older one once a newer was set."""
+    try:
+        assert launch.dot_precision(torch.float32) == "ieee"
+        allow()
+        assert launch.dot_precision(torch.float32) == "tf32"
+        assert launch.dot_precision(torch.bfloat16) == "ieee"
+        MATMUL.fp32_precision = "ieee"
+        assert launch.dot_precision(torch.float32) == "ieee"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        MATMUL.fp32_precision = torch.backends.fp32_precision = "none"
+        assert not MATMUL.allow_tf32  # or it could not be read
