@@ -135,18 +135,24 @@ def advance(m, l, s, seen, scale2, MASKED: tl.constexpr):
     if MASKED:
         s = tl.where(seen, s * scale2, float("-inf"))
         m_new = tl.maximum(m, tl.max(s, axis=1))
-        # A row that has seen no key yet has m = -inf, and -inf - -inf would be NaN.
-        shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+        shift = finite(m_new)
         p = tl.exp2(s - shift[:, None])
     else:
         # The scale is not negative, so it may wait until after the maximum: s * scale2 - m is one
         # fused multiply-add. What m was rounded by stays in P and l, and goes with their division;
         # beside an m above 2^28 (2^31), P may be more than float16 (float32) holds.
         m_new = tl.maximum(m, tl.max(s, axis=1) * scale2)
-        shift = m_new
+        shift = finite(m_new)
         p = tl.exp2(s * scale2 - shift[:, None])
     factor = tl.exp2(m - shift)
     return m_new, l * factor + tl.sum(p, axis=1), p, factor
+
+
+@triton.jit
+def finite(m):
+    """m with 0 for rows that have seen no key yet, or only scores of -inf (products may overflow):
+    -inf - -inf would be NaN. softmax.finite in Triton."""
+    return tl.where(m == float("-inf"), 0.0, m)
 
 
 @triton.jit

@@ -81,6 +81,21 @@ def test_equal_scores_share_the_weight_however_large_they_are(flash, device, cau
 
 
 @pytest.mark.v2_interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("hidden", [slice(0, 16), slice(16, 32), slice(0, 5)], ids=str)
+def test_a_product_that_overflows_to_minus_infinity_has_no_weight(flash, device, hidden):
+    """A whole tile of them has a maximum of -inf, be it the first or a later one."""
+    q, k, v, do = make_inputs(1, 1, 1, 48, 48, 16, torch.float32, device)
+    with torch.no_grad():
+        q.abs_().add_(0.1).mul_(1e15)
+        k[:, :, hidden] = -1e25
+    got = results(flash, q, k, v, do, scale=1e-15, **TINY_BLOCKS)
+    want = results(naive_attention, q, k, v, do, scale=1e-15)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.v2_interpreted
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     ("nq", "nk", "head_dim"),
