@@ -46,6 +46,7 @@ def _delta_kernel(
 
     doi = load_rows(do_ptr, stride_gn, stride_gd, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     doi = (doi * tl.exp2(-lost)[:, None]).to(doi.dtype)
+    doi = tl.where(sees_none[:, None], 0.0, doi)  # what it holds is of no matter, NaN included
     oi = load_rows(o_ptr, stride_on, stride_od, r0, nq, BLOCK_Q, HEAD_DIM, BLOCK_D)
     row_delta = tl.sum(oi.to(ACC) * doi.to(ACC), axis=1)
     store_rows(scaled_ptr, stride_sn, stride_sd, r0, nq, doi, BLOCK_Q, HEAD_DIM, BLOCK_D)
@@ -66,7 +67,7 @@ def delta(o: Tensor, do: Tensor, m: Tensor, l: Tensor) -> tuple[Tensor, Tensor, 
     large. Every gradient is linear in a row's dO, so dO is returned times 2^(L - m - log2 l), which
     makes up for it as far as dO / l is in its dtype's range. Beside scores below a thousand,
     half-precision dO stays as it is. L is rounded down, so that dO does not grow (beside scores up
-    to 2^24).
+    to 2^24). Of a row that sees no key it is 0.
 
     Returns dO like do, L and D like l.
     """

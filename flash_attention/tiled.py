@@ -43,6 +43,7 @@ def backward(
     kv_heads, nk = k.shape[1], k.shape[2]
     grouped = (batch, kv_heads, heads // kv_heads, nq)
     acc = m.dtype
+    do = do.masked_fill((l == 0.0)[..., None], 0.0)  # of rows that see no key, NaN included
     qg, og, dog = (t.unflatten(1, grouped[1:3]) for t in (q, o, do))
     mg, lg = softmax.finite(m).view(grouped), softmax.inverse(l).view(grouped)
 

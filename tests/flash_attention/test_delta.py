@@ -75,15 +75,18 @@ def test_do_does_not_grow_where_rounding_made_l_less_than_one(m, least, device):
 
 
 @kernels
-def test_a_row_that_sees_no_key_has_an_infinite_log_sum_exp_and_its_own_do(device):
+def test_a_row_that_sees_no_key_has_an_infinite_log_sum_exp_and_a_do_of_zero(device):
     from flash_attention.delta import delta
 
     o, do, m, l = made(torch.float32, device, 0.0)
     m[0, 1, 5], l[0, 1, 5], o[0, 1, 5] = -torch.inf, 0.0, 0.0
+    do = do.clone()
+    do[0, 1, 5] = torch.nan
     scaled, lse, row_delta = delta(o, do, m, l)
     assert lse[0, 1, 5] == torch.inf
     assert row_delta[0, 1, 5] == 0.0
-    assert torch.equal(scaled[0, 1, 5], do[0, 1, 5])
+    assert (scaled[0, 1, 5] == 0.0).all()
+    assert scaled.isfinite().all()
     assert lse.isfinite().sum() == lse.numel() - 1
 
 
