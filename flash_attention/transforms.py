@@ -61,7 +61,7 @@ def fold_into_batch(op: Callable, seed_at: int) -> Callable:
     def rule(info, in_dims, *args):
         slices = range(info.batch_size)
         moved = [t if d is None else t.movedim(d, 0) for t, d in zip(args, in_dims, strict=True)]
-        if args[seed_at] is None:
+        if args[seed_at] is None or not slices:
             folded = [_fold(t, d, len(slices)) for t, d in zip(moved, in_dims, strict=True)]
             batch = moved[0].shape[0 if in_dims[0] is None else 1]
             outputs = [o.unflatten(0, (len(slices), batch)) for o in op(*folded)]

@@ -93,6 +93,18 @@ def test_vmap_over_no_slices_is_empty(attend, where):
     assert vmap(grad(loss_of(attend)))(q, k, v).shape == q.shape
 
 
+@pytest.mark.parametrize("randomness", ["same", "different"])
+def test_vmap_over_no_slices_with_dropout_is_empty(flash, randomness):
+    x = make("cpu", 0)
+
+    def dropped(q):
+        return flash(q, q, q, dropout_p=0.3)
+
+    assert vmap(dropped, randomness=randomness)(x).shape == x.shape
+    got = vmap(grad(lambda q: dropped(q).sum()), randomness=randomness)(x)
+    assert got.shape == x.shape
+
+
 @pytest.mark.parametrize("where", DEVICES)
 def test_grad_vjp_and_jacrev_equal_those_of_naive(attend, where):
     q, k, v = make(where, heads=4), make(where, seed=1), make(where, seed=2)
