@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.library import custom_op
 
-from flash_attention import checks, dropout, launch, tiling, transforms
+from flash_attention import checks, dropout, launch, statistics, tiling, transforms
 
 
 def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_backward: Callable):
@@ -167,10 +167,8 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
         if not return_stats:
             return o
         m = m * math.log(2.0)  # the op's scores are in base 2
-        # A compiled graph hands back zero gradients for every output, which could not be told from
-        # real ones: there the statistics just leave the graph.
-        if o.requires_grad and not torch.compiler.is_compiling():
-            m, l = _NoGradient.apply(m, o, name), _NoGradient.apply(l, o, name)
+        if o.requires_grad:
+            m, l = (statistics.without_gradient(t, o, name) for t in (m, l))
         return o, m, l
 
     return attention
@@ -215,24 +213,6 @@ def run_tuned(
         q.dtype,
         q.shape[3],
     )
-
-
-class _NoGradient(torch.autograd.Function):
-    """A statistic tied to o, so that a gradient into it is an error and not a silent zero."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(statistic, o, name):
-        return statistic.view_as(statistic)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.name = inputs[2]
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError(f"{ctx.name} has no gradient for the statistics m and l: detach them")
 
 
 def _refuse_forward_mode(name: str, *tensors: Tensor) -> None:

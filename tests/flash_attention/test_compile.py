@@ -62,6 +62,26 @@ def test_the_statistics_are_those_of_the_eager_call(flash, where):
 
 @pytest.mark.v2_on_gpu
 @pytest.mark.parametrize("where", DEVICES)
+@pytest.mark.parametrize("which", [1, 2], ids=["m", "l"])
+def test_a_gradient_into_the_statistics_is_refused(flash, where, which):
+    """A compiled graph hands zeros back for outputs that nothing followed: those must pass."""
+    q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))
+
+    def attention(q, k, v):
+        return flash(q, k, v, causal=True, return_stats=True)
+
+    fast = compiled(attention, where)
+    want = results(lambda *qkv: attention(*qkv)[0], q, k, v, do)
+    got = results(lambda *qkv: fast(*qkv)[0], q, k, v, do)
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
+    outputs = fast(q, k, v)
+    with pytest.raises(RuntimeError, match="no gradient for the statistics"):
+        (outputs[0].sum() + outputs[which].square().sum()).backward()
+
+
+@pytest.mark.v2_on_gpu
+@pytest.mark.parametrize("where", DEVICES)
 def test_autocast_holds_inside_the_graph(flash, where):
     q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))
 
