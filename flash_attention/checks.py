@@ -7,6 +7,7 @@ from torch import Tensor
 
 MAX_HEAD_DIM = 256
 MAX_SCALE = 2.3e38  # times log2 e, float32 still holds it
+SEGMENT_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -96,8 +97,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_segment_ids(segment_ids: Tensor, q: Tensor, k: Tensor) -> None:
-    if not isinstance(segment_ids, Tensor) or segment_ids.is_floating_point():
-        raise TypeError("segment_ids must be a tensor of integers")
+    if not isinstance(segment_ids, Tensor) or segment_ids.dtype not in SEGMENT_DTYPES:
+        got = segment_ids.dtype if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
+        accepted = "integers (bool, uint8, int8, int16, int32 or int64)"
+        raise TypeError(f"segment_ids must be a tensor of {accepted}; got {got}")
     batch, _, nq, _ = q.shape
     nk = k.shape[2]
     if nq != nk:

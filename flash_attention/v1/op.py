@@ -12,6 +12,8 @@ if launch.triton is not None:
     from flash_attention.v1 import backward as triton_backward
     from flash_attention.v1 import forward as triton_forward
 
+MAX_SPLITS = 2**31 - 1
+
 
 def flash_attention_v1(
     q: Tensor,
@@ -31,7 +33,8 @@ def flash_attention_v1(
     """Exact attention with O(N) memory (arXiv:2205.14135, Algorithms 2 and 4).
 
     CUDA tensors take the Triton kernels; others take the same schedule in PyTorch tiles
-    (CPU tensors take the kernels through Triton's interpreter under TRITON_INTERPRET=1).
+    (CPU tensors take the kernels through Triton's interpreter under TRITON_INTERPRET=1, set before
+    this package is imported).
 
     Args:
         q: ``[B, H, Nq, D]``, float16, bfloat16, float32 or float64, any strides, D up to 256.
@@ -54,9 +57,10 @@ def flash_attention_v1(
         the scaled scores and the row sum of exp(s - m). A row that may see no key has o = 0,
         m = -inf, l = 0 and gradients 0.
 
-    Memory: q, k, v, o, m, l are kept for backward. Scratch: o in float32 in forward (for half
-    inputs); dq in float32 (for half inputs), a copy of dO and two float32 per row in backward; with
-    segment_ids, three int32 per K/V block.
+    Memory: q, k, v, o, m, l are kept for backward (of q a negated copy, if scale is negative).
+    Scratch of the kernels: o in float32 in forward (for half inputs); dq in float32 (for half
+    inputs), a copy of dO and two float32 per row in backward; with segment_ids, three int32 per K/V
+    block. The PyTorch tiles also make dk and dv, and copies of o and dO, in float32.
 
     Autocast casts q, k and v (float64 excepted) and nothing inside; gradients come in the inputs'
     own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward; every
@@ -66,7 +70,7 @@ def flash_attention_v1(
     Raises:
         TypeError, ValueError: see ``checks.prepare``; also for the knobs above.
         RuntimeError: on double backward, on forward-mode differentiation, or on a gradient into m
-            or l (under torch.compile these are detached instead).
+            or l (compiled: on one that is not zero, for which backward waits for the device).
     """
     _check_splits(q_splits)
     return _attention(
@@ -111,9 +115,10 @@ class FlashAttentionV1(Attention):
 
 
 def _check_splits(q_splits: int | str) -> None:
-    counted = isinstance(q_splits, int) and not isinstance(q_splits, bool) and q_splits >= 1
-    if q_splits != "auto" and not counted:
-        raise ValueError(f"q_splits must be 'auto' or an integer of at least 1; got {q_splits!r}")
+    whole = isinstance(q_splits, int) and not isinstance(q_splits, bool)
+    if q_splits != "auto" and not (whole and 1 <= q_splits <= MAX_SPLITS):
+        accepted = f"'auto' or an integer from 1 to {MAX_SPLITS}"
+        raise ValueError(f"q_splits must be {accepted}; got {q_splits!r}")
 
 
 def _forward(q, k, v, *, deterministic, splits, block_q, block_kv, **options):

@@ -71,6 +71,8 @@ def test_the_largest_scale_computes(attention, sign):
         ({**tensors(), "scale": "x"}, "scale must be a number; got 'x'"),
         ({name: t.long() for name, t in tensors().items()}, "float16, bfloat16"),
         ({**tensors(), "segment_ids": torch.zeros(2, 8)}, "segment_ids must be a tensor of int"),
+        ({**tensors(), "segment_ids": torch.zeros(2, 8, dtype=torch.uint16)}, "got torch.uint16"),
+        ({**tensors(), "segment_ids": [[0] * 8] * 2}, "got list"),
     ],
 )
 def test_a_wrong_type_is_named(attention, arguments, message):
@@ -101,7 +103,7 @@ def test_a_flag_that_is_neither_true_nor_false_is_named(flash):
         flash.module(deterministic=None)
 
 
-@pytest.mark.parametrize("q_splits", [0, "many", True])
+@pytest.mark.parametrize("q_splits", [0, "many", True, 10**30])
 def test_a_bad_split_is_named(q_splits):
     with pytest.raises(ValueError, match="q_splits must be"):
         flash_attention_v1(**tensors(), q_splits=q_splits)
