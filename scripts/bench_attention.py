@@ -5,10 +5,10 @@
 
 All backends of one shape are timed in turns, round after round, so that a change of the device's
 clock meets all alike; the median over the rounds counts. Times are the device's: it is kept busy
-while Python launches, as within a training step; how long that takes is a column of its own. Every
-output is compared with standard attention in float64 before it is timed. FLOP/s: a forward has
-4 B H N^2 D FLOPs, half of it when causal, a backward 2.5 times as many, whatever a backend really
-spends.
+while Python launches, as within a training step; how long that takes is a column of its own. Before
+a backend is timed, its output and its gradients are compared with standard attention in float64:
+some rows of the first and of the last head. FLOP/s: a forward has 4 B H N^2 D FLOPs, half of it
+when causal, a backward 2.5 times as many, whatever a backend really spends.
 """
 
 import argparse
@@ -43,6 +43,7 @@ from scripts.common.arguments import (
     present_device,
     two_defaults,
 )
+from scripts.common.attention_check import is_right
 from scripts.common.attention_peers import peers
 from scripts.common.ending import ended
 from scripts.common.measured_table import measured_table
@@ -53,7 +54,6 @@ from training.run_folder import replacing
 from training.throughput import device_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-CHECKED_ROWS = 256
 # A CPU's take two cores half a minute; the PyTorch tiles have one program, whatever q_splits says.
 ON_GPU = dict(
     seq_lens=[1024, 2048, 4096, 8192, 16384],
@@ -204,7 +204,7 @@ def bench_shape(
     with launch.on_device(cold):  # the timing's events, too, are of the current device
         for row, attention in pairs:
             try:
-                row.status = "ok" if is_right(attention, *tensors[:3], causal) else "wrong"
+                row.status = "ok" if is_right(attention, *tensors, causal) else "wrong"
                 row.peak_mib = peak_mib(attention, *tensors, causal)
             except Exception as error:
                 row.status = failure(error)
@@ -250,19 +250,6 @@ def compare(rows: list[Row]) -> None:
         if flash:
             row.forward_vs_sdpa_flash = row.forward_tflops / flash.forward_tflops
             row.backward_vs_sdpa_flash = row.backward_tflops / flash.backward_tflops
-
-
-def is_right(attention: Callable, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> bool:
-    """The last rows of the first head against float64, by the tests' rule: twice naive's error."""
-    with torch.no_grad():
-        rows = min(CHECKED_ROWS, q.shape[2])
-        got = attention(q, k, v, causal)[:1, :1, -rows:].double()
-        # Causal masks are aligned bottom-right, so the last rows alone see the same keys.
-        tail = q[:1, :1, -rows:], k[:1, :1], v[:1, :1]
-        exact = naive_attention(*(t.double() for t in tail), causal=causal)
-        own = naive_attention(*tail, causal=causal).double()
-        rounding = torch.finfo(q.dtype).eps * exact.abs().max()
-        return bool((got - exact).abs().max() <= 2 * (own - exact).abs().max() + rounding)
 
 
 def peak_mib(attention: Callable, q, k, v, do, causal: bool) -> float | None:
