@@ -35,3 +35,11 @@ def no_full_tracebacks(monkeypatch):
     """The command line's launch() sets these for its process; a test must not pass them on."""
     for name in ("HYDRA_FULL_ERROR", "TRAIN_SET_HYDRA_FULL_ERROR"):
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(autouse=True)
+def no_tf32():
+    """A run, too, sets this for its process. The older name first: it sets the newer one."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.fp32_precision = torch.backends.fp32_precision = "none"

@@ -102,14 +102,9 @@ MATMUL = torch.backends.cuda.matmul
 )
 def test_float32_products_follow_every_setting_of_tf32(allow):
     """PyTorch has older and newer names, and refuses to read an older one once a newer was set."""
-    try:
-        assert launch.dot_precision(torch.float32) == "ieee"
-        allow()
-        assert launch.dot_precision(torch.float32) == "tf32"
-        assert launch.dot_precision(torch.bfloat16) == "ieee"
-        MATMUL.fp32_precision = "ieee"
-        assert launch.dot_precision(torch.float32) == "ieee"
-    finally:
-        torch.set_float32_matmul_precision("highest")
-        MATMUL.fp32_precision = torch.backends.fp32_precision = "none"
-        assert not MATMUL.allow_tf32  # or it could not be read
+    assert launch.dot_precision(torch.float32) == "ieee"
+    allow()
+    assert launch.dot_precision(torch.float32) == "tf32"
+    assert launch.dot_precision(torch.bfloat16) == "ieee"
+    MATMUL.fp32_precision = "ieee"
+    assert launch.dot_precision(torch.float32) == "ieee"

@@ -80,11 +80,8 @@ def test_format_of_products(precision, expected):
 
 def test_float32_products_are_tf32_where_torch_may_use_it():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
-    try:
-        assert product_format("32-true") == "tf32"
-        assert product_format("bf16-mixed") == "bfloat16"
-    finally:
-        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert product_format("32-true") == "tf32"
+    assert product_format("bf16-mixed") == "bfloat16"
 
 
 def test_a_lap_has_only_the_time_the_watch_ran():
