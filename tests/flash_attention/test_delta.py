@@ -92,13 +92,15 @@ def test_a_row_that_sees_no_key_has_an_infinite_log_sum_exp_and_a_do_of_zero(dev
 
 @kernels
 def test_every_product_is_rounded_before_the_sum(device):
-    """Fused multiply-adds round one product of two: which one differs by thread, where threads
-    share a row, and so would what is stored (triton#7264)."""
+    """A fused multiply-add rounds one product of two: which one differs by thread, where threads
+    share a row, and so would what is stored (triton#7264). Rows of 9 are at no multiple of 16, so
+    that a thread holds one product; columns 0 and 8 meet first."""
     from flash_attention.delta import delta
 
     generator = torch.Generator().manual_seed(0)
-    o, do = torch.randn(2, 2, 3, 70, 2, generator=generator).to(device)
+    o, do = torch.randn(2, 2, 3, 70, 9, generator=generator).to(device)
+    o[..., 1:8] = 0.0
     m, l = torch.zeros(2, 3, 70, device=device), torch.ones(2, 3, 70, device=device)
     _, _, row_delta = delta(o, do, m, l)
     products = o * do
-    assert torch.equal(row_delta, products[..., 0] + products[..., 1])
+    assert torch.equal(row_delta, products[..., 0] + products[..., 8])
