@@ -47,8 +47,8 @@ def _tied(statistic: Tensor, o: Tensor, name: str) -> Tensor:
 
 
 # A graph that CUDA replays cannot wait for the host.
-@custom_op("flash_attention::refuse", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
-def _refuse(grad: Tensor, name: str) -> Tensor:
+@custom_op("flash_attention::refuse_gradient", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
+def _refuse_gradient(grad: Tensor, name: str) -> Tensor:
     if grad.any():
         raise _refusal(name)
     return grad.new_zeros(())
@@ -59,7 +59,7 @@ def _(statistic, o, name):
     return torch.empty_like(statistic)
 
 
-@_refuse.register_fake
+@_refuse_gradient.register_fake
 def _(grad, name):
     return grad.new_empty(())
 
@@ -71,7 +71,7 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, grad):
     # A zero that o's gradient is made of: unused, the refusal would not be in the graph.
-    return None, _refuse(grad, ctx.name).to(ctx.dtype).expand(ctx.shape), None
+    return None, _refuse_gradient(grad, ctx.name).to(ctx.dtype).expand(ctx.shape), None
 
 
 _tied.register_autograd(_differentiate, setup_context=_save)
