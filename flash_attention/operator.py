@@ -167,7 +167,8 @@ def build(version: str, tiled: ModuleType, triton_forward: Callable, triton_back
         if not return_stats:
             return o
         m = m * math.log(2.0)  # the op's scores are in base 2
-        if o.requires_grad:
+        # Inside vmap no tensor says that one outside requires gradients.
+        if o.requires_grad or torch._C._are_functorch_transforms_active():
             m, l = (statistics.without_gradient(t, o, name) for t in (m, l))
         return o, m, l
 

@@ -12,12 +12,12 @@ from torch.library import custom_op
 def without_gradient(statistic: Tensor, o: Tensor, name: str) -> Tensor:
     """``statistic``, tied to o so that a gradient into it raises. name: the function users call.
 
-    A compiled graph hands back zeros for every output that nothing followed. There the gradient is
-    looked at when it comes, and may be zero: one reduction over ``[B, H, Nq]``, which the host
-    waits for.
+    A gradient of zero passes: a compiled graph and reentrant checkpointing hand zeros back for
+    every output that nothing followed. So the gradient, where one comes, is looked at: a reduction
+    over ``[B, H, Nq]``, which the host waits for.
     """
     if torch.compiler.is_compiling():
-        return _tied(statistic, o, name)
+        return _statistic(statistic, o, name)
     return _NoGradient.apply(statistic, o, name)
 
 
@@ -26,6 +26,8 @@ def _refusal(name: str) -> RuntimeError:
 
 
 class _NoGradient(torch.autograd.Function):
+    """For eager calls: torch.func does not see through a custom op."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -38,11 +40,15 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        raise _refusal(ctx.name)
+        # What torch.func wraps cannot be looked at.
+        if torch._C._are_functorch_transforms_active() or grad.any():
+            raise _refusal(ctx.name)
+        return None, None, None
 
 
-@custom_op("flash_attention::tied", mutates_args=())
-def _tied(statistic: Tensor, o: Tensor, name: str) -> Tensor:
+# For compiled graphs, which an error cannot be traced into.
+@custom_op("flash_attention::statistic", mutates_args=())
+def _statistic(statistic: Tensor, o: Tensor, name: str) -> Tensor:
     return statistic.clone()
 
 
@@ -54,7 +60,7 @@ def _refuse_gradient(grad: Tensor, name: str) -> Tensor:
     return grad.new_zeros(())
 
 
-@_tied.register_fake
+@_statistic.register_fake
 def _(statistic, o, name):
     return torch.empty_like(statistic)
 
@@ -62,6 +68,16 @@ def _(statistic, o, name):
 @_refuse_gradient.register_fake
 def _(grad, name):
     return grad.new_empty(())
+
+
+@_statistic.register_vmap
+def _(info, in_dims, statistic, o, name):
+    return _statistic(statistic, o, name), in_dims[0]
+
+
+@_refuse_gradient.register_vmap
+def _(info, in_dims, grad, name):
+    return _refuse_gradient(grad, name), None
 
 
 def _save(ctx, inputs, output):
@@ -74,4 +90,4 @@ def _differentiate(ctx, grad):
     return None, _refuse_gradient(grad, ctx.name).to(ctx.dtype).expand(ctx.shape), None
 
 
-_tied.register_autograd(_differentiate, setup_context=_save)
+_statistic.register_autograd(_differentiate, setup_context=_save)

@@ -12,7 +12,7 @@ if launch.triton is not None:
     from flash_attention.v1 import backward as triton_backward
     from flash_attention.v1 import forward as triton_forward
 
-MAX_SPLITS = 2**31 - 1
+MAX_SPLITS = 2**31 - 1  # more than CUDA launches; the op's schema takes no more than 64 bits
 
 
 def flash_attention_v1(
@@ -60,17 +60,20 @@ def flash_attention_v1(
     Memory: q, k, v, o, m, l are kept for backward (of q a negated copy, if scale is negative).
     Scratch of the kernels: o in float32 in forward (for half inputs); dq in float32 (for half
     inputs), a copy of dO and two float32 per row in backward; with segment_ids, three int32 per K/V
-    block. The PyTorch tiles also make dk and dv, and copies of o and dO, in float32.
+    block. The PyTorch tiles make, instead of the copy of dO: dk, dv and the product of o and dO in
+    float32, and for half inputs copies of both.
 
     Autocast casts q, k and v (float64 excepted) and nothing inside; gradients come in the inputs'
-    own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward; every
-    replay draws a new dropout mask. torch.func's vmap, grad, vjp and jacrev run in eager mode,
+    own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward (but
+    not, both at once, backward with return_stats: see below); every replay draws a new dropout
+    mask. torch.func's vmap, grad, vjp and jacrev run in eager mode,
     inside a compiled function as well; vmap with dropout follows its ``randomness``.
 
     Raises:
         TypeError, ValueError: see ``checks.prepare``; also for the knobs above.
         RuntimeError: on double backward, on forward-mode differentiation, or on a gradient into m
-            or l (compiled: on one that is not zero, for which backward waits for the device).
+            or l other than zero (for which a compiled backward with return_stats waits for the
+            device).
     """
     _check_splits(q_splits)
     return _attention(

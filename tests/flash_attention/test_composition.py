@@ -17,6 +17,25 @@ KEY_PARTS = (slice(0, 7), slice(7, 64), slice(64, 100))
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+def test_reentrant_checkpointing_takes_o_beside_the_statistics(flash):
+    """It hands zeros back for outputs that nothing followed."""
+    q, k, v, do = make_inputs(1, 2, 2, 20, 20, 16, torch.float32, torch.device("cpu"))
+
+    def attention(q, k, v):
+        return flash(q, k, v, causal=True, return_stats=True)
+
+    def checkpointed(q, k, v):
+        return torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=True)
+
+    want = results(lambda *qkv: attention(*qkv)[0], q, k, v, do)
+    checkpointed(q, k, v)[0].backward(do)
+    for t, name in ((q, "dq"), (k, "dk"), (v, "dv")):
+        torch.testing.assert_close(t.grad, want[name])
+    o, _, l = checkpointed(q, k, v)
+    with pytest.raises(RuntimeError, match="no gradient for the statistics"):
+        (o.sum() + l.sum()).backward()
+
+
 @pytest.mark.parametrize("where", DEVICES)
 def test_activation_checkpointing_replays_the_dropout_mask(flash, where):
     q, k, v, do = make_inputs(1, 2, 2, 40, 40, 16, torch.float32, torch.device(where))

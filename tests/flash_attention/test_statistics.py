@@ -7,7 +7,7 @@ from torch.library import opcheck
 
 from tests.flash_attention.parity import make_inputs
 
-TIED = torch.ops.flash_attention.tied.default
+STATISTIC = torch.ops.flash_attention.statistic.default
 REFUSE = torch.ops.flash_attention.refuse_gradient.default
 
 
@@ -16,7 +16,7 @@ def test_both_ops_pass_opcheck():
     m = torch.randn(2, 3, 5)
     # A gradient into it is an error: what would send one is left out.
     parts = ("test_schema", "test_autograd_registration", "test_faketensor")
-    opcheck(TIED, (m, o, "f"), test_utils=parts)
+    opcheck(STATISTIC, (m, o, "f"), test_utils=parts)
     opcheck(REFUSE, (torch.zeros(2, 3, 5), "f"))
 
 

@@ -269,6 +269,26 @@ def test_a_gradient_of_the_statistics_is_refused(flash, which):
         grad(loss)(make("cpu"))
 
 
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_gradient_from_outside_vmap_into_the_statistics_is_refused(flash, compiled, which):
+    """Inside, nothing says that the leaves outside require gradients."""
+    torch._dynamo.reset()
+    q = make("cpu", 3).requires_grad_()
+
+    def attention(q):
+        return vmap(lambda x: flash(x, x, x, causal=True, return_stats=True))(q)
+
+    if compiled:
+        attention = torch.compile(attention, backend="aot_eager")
+    attention(q)[0].sum().backward()
+    want = torch.autograd.grad(vmap(lambda x: naive(x, x, x))(q).sum(), q)
+    torch.testing.assert_close(q.grad, want[0], rtol=1e-4, atol=1e-5)
+    outputs = attention(q)
+    with pytest.raises(RuntimeError, match="no gradient for the statistics"):
+        (outputs[0].sum() + outputs[which].sum()).backward()
+
+
 def test_o_beside_the_statistics_keeps_its_gradient_under_vmap(flash):
     def loss(q):
         return flash(q, q, q, causal=True, return_stats=True)[0].square().sum()
