@@ -43,14 +43,14 @@ def backward(
     kv_heads, nk = k.shape[1], k.shape[2]
     grouped = (batch, kv_heads, heads // kv_heads, nq)
     acc = m.dtype
-    do = do.masked_fill((l == 0.0)[..., None], 0.0)  # of rows that see no key, NaN included
     qg, og, dog = (t.unflatten(1, grouped[1:3]) for t in (q, o, do))
     mg, lg = softmax.finite(m).view(grouped), softmax.inverse(l).view(grouped)
+    blind = lg == 0.0  # rows that see no key: what their dO holds is of no matter, NaN included
 
     dq = launch.seq_major(q, acc, fill=0.0).unflatten(1, grouped[1:3])  # line 5
     dk, dv = (launch.seq_major(t, acc, fill=0.0) for t in (k, v))
     # Line 19: D_i = rowsum(dO o O) does not depend on j, so it is taken once.
-    delta = (dog.to(acc) * og.to(acc)).sum(dim=-1)  # [B, Hkv, G, Nq]
+    delta = (dog.to(acc) * og.to(acc)).sum(dim=-1).masked_fill(blind, 0.0)  # [B, Hkv, G, Nq]
 
     for c0 in range(0, nk, block_kv):  # line 7
         c1 = min(c0 + block_kv, nk)
@@ -61,6 +61,7 @@ def backward(
             r1 = min(r0 + block_q, nq)
             rows = slice(r0, r1)
             qi, doi = qg[..., rows, :].to(acc), dog[..., rows, :].to(acc)
+            doi = doi.masked_fill(blind[..., rows, None], 0.0)
             mask = mask_of(r0, r1, c0, c1, nq, nk, causal, segment_ids, q.device)
             s = scores(qi, kj, scale * LOG2_E, mask)  # line 11
             p = torch.exp2(s - mg[..., rows, None]) * lg[..., rows, None]  # line 13

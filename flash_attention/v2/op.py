@@ -36,7 +36,7 @@ def flash_attention_v2(
         q_splits: not taken, as every Q block is a program.
         block_q, block_kv: of all three kernels; None takes each one's table in ``v2/tables.py``.
 
-    Memory: q, k, v, o, m, l are kept for backward. Scratch: a copy of dO and two float32 per row in
+    Memory: as V1's, but for the scratch of the kernels: a copy of dO and two float32 per row in
     backward; with segment_ids, three int32 per block.
     """
     return _attention(
