@@ -99,7 +99,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
 def _check_segment_ids(segment_ids: Tensor, q: Tensor, k: Tensor) -> None:
     if not isinstance(segment_ids, Tensor) or segment_ids.dtype not in SEGMENT_DTYPES:
         got = segment_ids.dtype if isinstance(segment_ids, Tensor) else type(segment_ids).__name__
-        accepted = "integers (bool, uint8, int8, int16, int32 or int64)"
+        accepted = "int64, int32, int16, int8, uint8 or bool"
         raise TypeError(f"segment_ids must be a tensor of {accepted}; got {got}")
     batch, _, nq, _ = q.shape
     nk = k.shape[2]

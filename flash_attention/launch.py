@@ -143,8 +143,8 @@ def dot_precision(dtype: torch.dtype) -> str:
 
 def allows_tf32() -> bool:
     """Whether PyTorch may round float32 products to TF32. What was set through the older names,
-    allow_tf32 and set_float32_matmul_precision, shows here too; those cannot be read any more once
-    this one was set."""
+    allow_tf32 and set_float32_matmul_precision, shows here too; those cannot be read where this
+    one says otherwise than they do."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 

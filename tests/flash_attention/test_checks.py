@@ -103,7 +103,7 @@ def test_a_flag_that_is_neither_true_nor_false_is_named(flash):
         flash.module(deterministic=None)
 
 
-@pytest.mark.parametrize("q_splits", [0, "many", True, 10**30])
+@pytest.mark.parametrize("q_splits", [0, "many", True, 2**31, 10**30])
 def test_a_bad_split_is_named(q_splits):
     with pytest.raises(ValueError, match="q_splits must be"):
         flash_attention_v1(**tensors(), q_splits=q_splits)

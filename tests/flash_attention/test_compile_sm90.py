@@ -120,7 +120,7 @@ CASES = [
     *("forward 64 2 all", "forward 128 2 plain", "spans 64 2 plain"),
     *("backward 64 2 all", "backward 128 2 plain", "delta 80 2 plain"),
     *("v2_forward 128 2 all", "v2_dk_dv 128 2 plain", "v2_dq 128 2 plain", "v2_dq 64 4 plain"),
-    *("delta 24 4 unaligned", "v2_forward 24 4 unaligned"),
+    *("delta 24 4 unaligned", "forward 24 4 unaligned", "v2_forward 24 4 unaligned"),
 ]
 
 

@@ -155,6 +155,18 @@ def test_rows_that_see_no_key_give_zero_output_zero_gradient_and_empty_statistic
             torch.testing.assert_close(after, before)
 
 
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32], ids=str
+)
+def test_segment_ids_of_every_integer_dtype(flash, device, dtype):
+    inputs = make_inputs(1, 1, 1, 40, 40, 16, torch.float32, device)
+    ids = (torch.arange(40, device=device) >= 18)[None]
+    got = results(flash, *inputs, segment_ids=ids.to(dtype), **SMALL_BLOCKS)
+    want = results(naive_attention, *inputs, segment_ids=ids.long())
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.v2_interpreted
 def test_statistics_are_the_row_maximum_and_the_row_sum(flash, device):
     q, k, v, _ = make_inputs(2, 4, 2, 40, 55, 16, torch.float32, device)

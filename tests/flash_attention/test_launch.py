@@ -101,7 +101,8 @@ MATMUL = torch.backends.cuda.matmul
     ids=["fp32_precision of products", "fp32_precision", "allow_tf32", "high"],
 )
 def test_float32_products_follow_every_setting_of_tf32(allow):
-    """PyTorch has older and newer names, and refuses to read an older one once a newer was set."""
+    """PyTorch has older and newer names, and refuses to read an older one that a newer one is at
+    odds with."""
     assert launch.dot_precision(torch.float32) == "ieee"
     allow()
     assert launch.dot_precision(torch.float32) == "tf32"
