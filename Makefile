@@ -12,11 +12,12 @@ train: $(READY)
 test: lint
 	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
-# What fills the GPU runs after the rest, in one process.
+# What fills the GPU runs after the rest, in one process; the rest in JOBS.
+JOBS ?= 8
 test-gpu: $(READY)
 	@$(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available() and "make test-gpu needs a CUDA GPU; PyTorch finds none")'
-	@$(BIN)/python -m pytest -m "gpu and not alone" -n 8 --dist worksteal $(ARGS)
-	@$(BIN)/python -m pytest -m "gpu and alone"
+	@$(BIN)/python -m pytest -m "gpu and not alone" -n $(JOBS) --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -m "gpu and alone" $(ARGS)
 
 lint: $(READY)
 	@$(BIN)/ruff check .
