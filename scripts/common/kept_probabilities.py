@@ -15,7 +15,16 @@ import triton.language as tl
 from torch import Tensor
 
 from flash_attention import launch, tiling
-from flash_attention.tiles import LOG2_E, add_rows, load_rows, locate, store_rows, visible
+from flash_attention.tiles import (
+    LOG2_E,
+    add_rows,
+    advance,
+    finite,
+    load_rows,
+    locate,
+    store_rows,
+    visible,
+)
 from flash_attention.v1 import tables
 
 
@@ -70,21 +79,16 @@ def _kept_forward(
             oi = load_rows(o_ptr, D, 1, r0, n, BLOCK_Q, D, BLOCK_D)
             m_old = tl.load(m_ptr + rows, mask=inside, other=float("-inf"))
             l_old = tl.load(l_ptr + rows, mask=inside, other=0.0)
-            s = tl.dot(qi, tl.trans(kj), input_precision=PRECISION) * scale2
+            s = tl.dot(qi, tl.trans(kj), input_precision=PRECISION)
             seen = visible(rows[:, None], cols[None, :], n, n, rows, cols, CAUSAL, False)
-            s = tl.where(seen, s, float("-inf"))
-            m = tl.maximum(m_old, tl.max(s, axis=1))
-            shift = tl.where(m == float("-inf"), 0.0, m)
-            p = tl.exp2(s - shift[:, None])
-            carried = tl.exp2(m_old - shift) * l_old
-            l = carried + tl.sum(p, axis=1)
+            m, l, p, factor = advance(m_old, l_old, s, seen, scale2, True)
             inv = 1.0 / tl.where(l == 0.0, float("inf"), l)
             p = p.to(vj.dtype)
             if KEEP:
                 both = inside[:, None] & (cols < n)[None, :]
                 tl.store(_tile(p_ptr, rows[:, None], cols[None, :], n), p, mask=both)
-                tl.store(then_ptr + c0 // BLOCK_KV * n + rows, shift, mask=inside)
-            oi = oi * (carried * inv)[:, None]
+                tl.store(then_ptr + c0 // BLOCK_KV * n + rows, finite(m), mask=inside)
+            oi = oi * (factor * l_old * inv)[:, None]
             oi += tl.dot(p, vj, input_precision=PRECISION) * inv[:, None]
             store_rows(o_ptr, D, 1, r0, n, oi, BLOCK_Q, D, BLOCK_D)
             tl.store(m_ptr + rows, m, mask=inside)
