@@ -40,9 +40,9 @@ class _NoGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # What torch.func wraps cannot be looked at.
-        if torch._C._are_functorch_transforms_active() or grad.any():
+        if torch._C._are_functorch_transforms_active():  # what it wraps cannot be looked at
             raise _refusal(ctx.name)
+        _refuse_gradient(grad, ctx.name)
         return None, None, None
 
 

@@ -12,7 +12,7 @@ if launch.triton is not None:
     from flash_attention.v1 import backward as triton_backward
     from flash_attention.v1 import forward as triton_forward
 
-MAX_SPLITS = 2**31 - 1  # more than CUDA launches; the op's schema takes no more than 64 bits
+MAX_SPLITS = 2**31 - 1  # the most programs CUDA launches
 
 
 def flash_attention_v1(
@@ -64,10 +64,10 @@ def flash_attention_v1(
     float32, and for half inputs copies of both.
 
     Autocast casts q, k and v (float64 excepted) and nothing inside; gradients come in the inputs'
-    own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward (but
-    not, both at once, backward with return_stats: see below); every replay draws a new dropout
-    mask. torch.func's vmap, grad, vjp and jacrev run in eager mode,
-    inside a compiled function as well; vmap with dropout follows its ``randomness``.
+    own dtypes. torch.compile, with fullgraph too, and CUDA graphs take forward and backward; every
+    replay draws a new dropout mask. (No CUDA graph takes a compiled backward with return_stats: see
+    RuntimeError.) torch.func's vmap, grad, vjp and jacrev run in eager mode, inside a compiled
+    function as well; vmap with dropout follows its ``randomness``.
 
     Raises:
         TypeError, ValueError: see ``checks.prepare``; also for the knobs above.
